@@ -1,0 +1,1 @@
+"""Reading model directories: safetensors headers, EXL3 modules, inventory."""
