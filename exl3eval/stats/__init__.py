@@ -1,0 +1,1 @@
+"""Cluster statistics: intervals, paired differences, tests. Arrays in, dataclasses out."""
