@@ -1,0 +1,294 @@
+"""Loading one arm's model with transformers, and running contexts through it.
+
+Two kinds of arm share one shape: the BF16 reference, loaded by transformers itself, and an EXL3 candidate,
+built empty and filled from the checkpoint with EXL3 modules behind one op. Only safetensors are read and
+remote code runs only when asked for.
+
+Shapes: T positions, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from exl3_kernels.embedding import Int8Embedding
+from exl3_kernels.linear import Exl3Linear
+from exl3eval.checkpoint.directory import Checkpoint
+from exl3eval.engine.head import Head, make_head
+from exl3eval.engine.placement import Placement, fill_parameters, place_exl3_modules, replace_module
+from exl3eval.errors import CheckpointError, InvalidRunError
+from exl3eval.variant import Variant
+
+PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingBytes:
+    """Size of the input embedding as stored and as run."""
+
+    stored: int
+    run: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmModel:
+    """A loaded arm: ids to post-final-norm hidden states, and hidden states to FP32 logits."""
+
+    decoder: nn.Module
+    head: Head
+    device: torch.device
+    embedding_bytes: EmbeddingBytes
+    attention: str
+
+    @torch.inference_mode()
+    def hidden_states(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Run one context in one prefill: int [T] -> [T, H], in the dtype that the model emits.
+
+        Raises
+        ------
+        InvalidRunError
+            If a hidden state is not finite.
+        """
+        output = self.decoder(input_ids=ids_T.to(self.device)[None].long(), use_cache=False)
+        hidden_TH = output.last_hidden_state[0]
+        if not bool(torch.isfinite(hidden_TH).all()):
+            row = int(torch.nonzero(~torch.isfinite(hidden_TH).all(dim=1))[0])
+            raise InvalidRunError(
+                f"hidden states are not finite from position {row} on",
+                hint="activations overflowed or the checkpoint is damaged; no number is reported",
+            )
+        return hidden_TH
+
+
+def _load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    _quiet_transformers()
+    if checkpoint.config.get("auto_map") and not trust_remote_code:
+        raise CheckpointError(
+            f"{checkpoint.directory.name}: config.json asks to run code from the model directory (auto_map)",
+            hint="read that code, then pass --trust-remote-code",
+        )
+    try:
+        config = AutoConfig.from_pretrained(
+            checkpoint.directory, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.directory.name}: transformers cannot read config.json: {_first_line(error)}",
+            hint="check config.json, or install a transformers that knows this architecture",
+        ) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]
+
+
+def _causal_class(config: Any, checkpoint: Checkpoint) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if type(config) not in AutoModelForCausalLM._model_mapping and not getattr(config, "auto_map", None):
+        raise CheckpointError(
+            f"{checkpoint.directory.name}: {config.model_type!r} is not a causal language model of this transformers",
+            hint="give a causal LM directory",
+        )
+    return AutoModelForCausalLM
+
+
+def load_plain_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> nn.Module:
+    """Load a 16-bit Hugging Face directory with transformers, its weights cast to `dtype`.
+
+    Raises
+    ------
+    CheckpointError
+        If transformers refuses it, or leaves a parameter unfilled.
+    """
+    config = _load_config(checkpoint, trust_remote_code)
+    auto = _causal_class(config, checkpoint)
+    try:
+        model, info = auto.from_pretrained(
+            checkpoint.directory,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"{checkpoint.directory.name}: transformers cannot load it: {_first_line(error)}",
+            hint="check that config.json and the weights belong together",
+        ) from error
+    wrong = [*info.get("missing_keys", ()), *info.get("mismatched_keys", ())]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.directory.name}: no value for {wrong[0]} ({len(wrong)} parameters)",
+            hint="fetch the whole checkpoint",
+        )
+    return model.to(device)
+
+
+def build_exl3_model(
+    checkpoint: Checkpoint, *, dispatch: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> nn.Module:
+    """Build the model empty, put EXL3 modules in, and load the rest.
+
+    Raises
+    ------
+    CheckpointError
+        If anything stored has no place or anything needed is not stored.
+    """
+    from accelerate import init_empty_weights
+
+    config = _load_config(checkpoint, trust_remote_code)
+    auto = _causal_class(config, checkpoint)
+    with init_empty_weights(include_buffers=False):
+        model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    placement = Placement(checkpoint=checkpoint, dispatch=dispatch, device=device)
+    place_exl3_modules(model, placement)
+    fill_parameters(model, placement)
+    return model.to(device)
+
+
+def overlay_embedding(model: nn.Module, *, dtype: torch.dtype) -> None:
+    """Replace the input embedding by its int8 overlay; a tied head keeps the stored table.
+
+    Raises
+    ------
+    CheckpointError
+        If the embedding is of a kind the overlay does not know.
+    InvalidRunError
+        If a row holds a non-finite value.
+    """
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    plain = type(embedding) is nn.Embedding
+    if not plain and not isinstance(getattr(embedding, "embed_scale", None), torch.Tensor):
+        raise CheckpointError(
+            f"{name} is a {type(embedding).__name__}: the int8 overlay knows plain and scaled embeddings",
+            hint='use a variant with embedding = "stored"',
+        )
+    try:
+        overlay: nn.Module = Int8Embedding(embedding.weight.detach(), out_dtype=dtype)
+    except ValueError as error:
+        raise InvalidRunError(f"{name}: {error}", hint="the checkpoint is damaged; no number is reported") from error
+    scale = getattr(embedding, "embed_scale", None)
+    if isinstance(scale, torch.Tensor):
+        overlay = _ScaledEmbedding(overlay, scale)
+    replace_module(model, name, overlay)
+
+
+class _ScaledEmbedding(nn.Module):
+    def __init__(self, rows: nn.Module, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+        self.register_buffer("scale", scale)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.rows(ids)
+        return rows * self.scale.to(rows.dtype)
+
+
+def load_arm(
+    checkpoint: Checkpoint,
+    variant: Variant,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> ArmModel:
+    """Load a model directory under a resolved variant.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        EXL3 or 16-bit.
+    variant : Variant
+        Resolved; for a 16-bit directory only `activations` and `embedding` have a meaning.
+    vocab_size : int
+        Ids to score; head columns beyond it are cut before any softmax.
+    device : device
+        Where to run.
+    trust_remote_code : bool
+        Let transformers run code from the directory.
+
+    Raises
+    ------
+    CheckpointError, InvalidRunError
+        If the model cannot be loaded whole, or its logits are not the head's product that scoring assumes.
+    """
+    dtype = getattr(torch, variant.activations)
+    if checkpoint.is_exl3:
+        model = build_exl3_model(
+            checkpoint, dispatch=variant.linear, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
+    else:
+        model = load_plain_model(checkpoint, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    model.eval().requires_grad_(False)
+    table = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    stored_bytes = table.numel() * _stored_width(checkpoint, table)
+    head = make_head(model, vocab_size=vocab_size)
+    if variant.embedding == "int8":
+        overlay_embedding(model, dtype=dtype)
+    overlay = next((module for module in model.modules() if isinstance(module, Int8Embedding)), None)
+    arm = ArmModel(
+        decoder=model.base_model,  # type: ignore[arg-type]
+        head=head,
+        device=device,
+        embedding_bytes=EmbeddingBytes(stored=stored_bytes, run=overlay.num_bytes if overlay else stored_bytes),
+        attention=str(getattr(model.config, "_attn_implementation", "unknown")),
+    )
+    _check_head(model, arm, vocab_size)
+    return arm
+
+
+def _stored_width(checkpoint: Checkpoint, table: torch.Tensor) -> int:
+    """Bytes per element of the embedding in the file, whatever dtype it runs in."""
+    widths = [
+        entry.nbytes // table.numel()
+        for entry in checkpoint.plain.values()
+        if "embed" in entry.name and list(entry.shape) == list(table.shape)
+    ]
+    return widths[0] if widths else table.element_size()
+
+
+@torch.inference_mode()
+def _check_head(model: nn.Module, arm: ArmModel, vocab_size: int) -> None:
+    """Compare `head(hidden states)` with the model's own logits on a few tokens."""
+    ids_T = torch.arange(PROBE_TOKENS, device=arm.device) * 37 % vocab_size
+    own_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :, :vocab_size].float()
+    ours_TV = arm.head.logits(arm.hidden_states(ids_T))
+    scale = float(own_TV.abs().amax().clamp_min(1.0))
+    tolerance = 2e-2 if own_TV.dtype != torch.float32 or _is_half(model) else 1e-4
+    worst = float((own_TV - ours_TV).abs().max())
+    if not worst <= tolerance * scale:
+        raise InvalidRunError(
+            f"{type(model).__name__}: the model's logits differ from its head applied to its hidden states by "
+            f"{worst:.3g} (largest logit {scale:.3g})",
+            hint="this architecture transforms hidden states or logits in a way that scoring does not know",
+        )
+
+
+def _is_half(model: nn.Module) -> bool:
+    return any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()) or any(
+        isinstance(m, Exl3Linear) and m.out_dtype in (torch.bfloat16, torch.float16) for m in model.modules()
+    )

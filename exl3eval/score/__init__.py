@@ -1,0 +1,1 @@
+"""Exact divergences per position, from two arms' FP32 logits."""

@@ -1,0 +1,159 @@
+"""Variants: what a candidate arm runs, declared in TOML and resolved for a device.
+
+A variant names everything that may change a number: activation dtype, which route serves which row
+count, and overlays. Both the declaration and its resolution go into the receipt.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+
+from exl3eval.errors import UsageError
+
+SCHEMA = "exl3eval/variant/1"
+AUTO = "auto"
+ACTIVATIONS = ("float32", "bfloat16", "float16")
+EMBEDDINGS = ("stored", "int8")
+_DEVICE_DEFAULTS = {
+    "cpu": {"activations": "float32", "linear": "1-:reference"},
+    "cuda": {"activations": "float32", "linear": "1-:reference"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One declared variant.
+
+    Parameters
+    ----------
+    name : str
+        As used on the command line.
+    doc : str
+        What it changes, one sentence.
+    activations : str
+        Dtype of the residual stream: `float32`, `bfloat16`, `float16`, or `auto` for the device's default.
+    linear : str
+        Dispatch of the EXL3 linears, `first-last:route,...` over row counts, or `auto`.
+    embedding : str
+        `stored`, or `int8` for the per-row int8 overlay of the input embedding.
+
+    Raises
+    ------
+    UsageError
+        If a field holds an unknown value.
+    """
+
+    name: str
+    doc: str
+    activations: str
+    linear: str
+    embedding: str
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str) or not value:
+                raise UsageError(
+                    f"variant {self.name!r}: `{field.name}` is {value!r}, expected a non-empty string",
+                    hint="see `exl3eval variants` for complete examples",
+                )
+        for field_name, known in (("activations", (AUTO, *ACTIVATIONS)), ("embedding", EMBEDDINGS)):
+            value = getattr(self, field_name)
+            if value not in known:
+                raise UsageError(
+                    f"variant {self.name!r}: `{field_name}` is {value!r}", hint=f"use one of: {', '.join(known)}"
+                )
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether nothing is left to the device."""
+        return AUTO not in (self.activations, self.linear)
+
+
+def parse_variant(text: str, *, where: str) -> Variant:
+    """Parse one variant from TOML.
+
+    Raises
+    ------
+    UsageError
+        On TOML errors, a foreign schema, unknown or missing keys, or unknown values.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{where} is not TOML: {error}", hint="see `exl3eval variants` for examples") from error
+    schema = table.pop("schema", None)
+    if schema != SCHEMA:
+        raise UsageError(f"{where}: schema is {schema!r}, expected {SCHEMA!r}", hint="write the file for this version")
+    known = [field.name for field in fields(Variant)]
+    if unknown := sorted(set(table) - set(known)):
+        close = get_close_matches(unknown[0], known, n=1)
+        raise UsageError(
+            f"{where}: unknown key `{unknown[0]}`",
+            hint=f"did you mean `{close[0]}`?" if close else f"known keys: {', '.join(known)}",
+        )
+    if missing := [name for name in known if name not in table]:
+        raise UsageError(f"{where}: key `{missing[0]}` is missing", hint=f"required keys: {', '.join(known)}")
+    return Variant(**table)
+
+
+def shipped_variants() -> dict[str, Variant]:
+    """Return the variants that come with the package, by name, in name order."""
+    files = (file for file in resources.files("exl3eval.variants").iterdir() if file.name.endswith(".toml"))
+    variants = [parse_variant(file.read_text(encoding="utf-8"), where=file.name) for file in files]
+    return {variant.name: variant for variant in sorted(variants, key=lambda variant: variant.name)}
+
+
+def load_variant(name: str) -> Variant:
+    """Return a shipped variant by name, or read one from a `.toml` file.
+
+    Raises
+    ------
+    UsageError
+        If there is no such variant or file, or the file is malformed.
+    """
+    if name.endswith(".toml"):
+        try:
+            return parse_variant(Path(name).read_text(encoding="utf-8"), where=Path(name).name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read variant file {Path(name).name}", hint="check its path") from error
+    shipped = shipped_variants()
+    if name not in shipped:
+        close = get_close_matches(name, shipped, n=1)
+        raise UsageError(
+            f"unknown variant {name!r}",
+            hint=f"did you mean `{close[0]}`?" if close else f"known: {', '.join(shipped)}; or give a .toml file",
+        )
+    return shipped[name]
+
+
+def resolve_variant(variant: Variant, device_type: str) -> Variant:
+    """Fill what the variant leaves to the device, and check the dispatch.
+
+    Raises
+    ------
+    UsageError
+        If the device type has no defaults, or the dispatch does not parse.
+    """
+    if device_type not in _DEVICE_DEFAULTS:
+        raise UsageError(f"no routes for device type {device_type!r}", hint="use --device cpu or cuda")
+    defaults = _DEVICE_DEFAULTS[device_type]
+    filled = {name: value for name, value in defaults.items() if getattr(variant, name) == AUTO}
+    resolved = replace(variant, **filled)
+    from exl3_kernels.linear import parse_dispatch
+
+    try:
+        parse_dispatch(resolved.linear)
+    except ValueError as error:
+        raise UsageError(f"variant {variant.name!r}: {error}", hint="see `exl3eval variants`") from error
+    return resolved
+
+
+def differing_fields(left: Variant, right: Variant) -> list[str]:
+    """Name the fields, other than name and doc, in which two variants differ."""
+    a, b = asdict(left), asdict(right)
+    return [name for name in a if name not in ("name", "doc") and a[name] != b[name]]
