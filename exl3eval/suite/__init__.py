@@ -1,0 +1,1 @@
+"""Held-out contexts: loading, verifying, tokenizing and building a suite."""
