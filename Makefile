@@ -29,7 +29,7 @@ check: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/pytest -m 'not gpu and not slow'
+	$(BIN)/pytest -n 2 -m 'not gpu and not slow'
 
 # The built wheel, in an empty environment outside the checkout, runs the main job.
 wheel: setup

@@ -1,0 +1,272 @@
+"""The command line: one function per verb, each a thin skin over one function of the package.
+
+stdout is data, stderr is talk. Exit codes: 0 ok, 1 FAIL, 2 usage or environment, 3 INCONCLUSIVE, 4 INVALID.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from exl3eval import __version__
+from exl3eval.errors import EXIT_USAGE, Exl3EvalError
+
+app = typer.Typer(
+    help="Did this EXL3 kernel or quantizer change the model, by how much, and can I ship it?",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+contexts_app = typer.Typer(help="The held-out contexts.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(contexts_app, name="contexts")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+def main() -> None:
+    """Run the command line; errors a user can fix are one line, never a traceback."""
+    try:
+        app()
+    except Exl3EvalError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(renderable, highlight=False)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"exl3eval {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def kld(
+    variant: Annotated[str, typer.Option(help="What to measure: a name from `exl3eval variants`, or a .toml file.")] = (
+        "base"
+    ),
+    baseline: Annotated[str, typer.Option(help="What to compare it with, context by context.")] = "base",
+    model: Annotated[Path | None, typer.Option(help="EXL3 directory; default: the bundled model.")] = None,
+    reference: Annotated[Path | None, typer.Option(help="BF16 directory that --model was made from.")] = None,
+    reference_precision: Annotated[
+        str, typer.Option(help="Arithmetic of the reference's activations: float32 or bfloat16.")
+    ] = "float32",
+    suite: Annotated[Path | None, typer.Option(help="Suite folder; default: the shipped one.")] = None,
+    split: Annotated[str, typer.Option(help="analysis, or the sealed qualification split.")] = "analysis",
+    num_contexts: Annotated[int | None, typer.Option(help="A balanced subset of this size; default: all.")] = None,
+    positions: Annotated[int, typer.Option(help="Scored predictions per context.")] = 512,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of the context order and of resampling.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Write receipt.json and positions.parquet here.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore captures of earlier runs.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let transformers run code from the model directories.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure exact KL(reference || arm) of a variant and its baseline, with intervals."""
+    from exl3eval.present import receipt_tables
+    from exl3eval.progress import TerminalReporter
+    from exl3eval.receipt import build_receipt, check_output_folder, write_run
+    from exl3eval.run import KldRequest, run_kld
+    from exl3eval.settings import load_settings
+
+    settings = load_settings()
+    if out is not None:
+        check_output_folder(out)
+    run = run_kld(
+        KldRequest(
+            model=model,
+            reference=reference,
+            variant=variant,
+            baseline=baseline,
+            suite=suite,
+            split=split,
+            num_contexts=num_contexts,
+            num_positions=positions,
+            reference_precision=reference_precision,
+            device=device,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+            fresh=fresh,
+        ),
+        cache_dir=settings.cache_dir,
+        num_threads=settings.num_threads,
+        reporter=TerminalReporter(quiet=quiet),
+    )
+    receipt = write_run(out, run) if out is not None else build_receipt(run)
+    if as_json:
+        _print_json(receipt)
+    else:
+        _print(receipt_tables(receipt))
+
+
+@app.command()
+def inspect(directory: Annotated[Path, typer.Argument(help="A model directory.")], as_json: Json = False) -> None:
+    """Show what a checkpoint holds: bits, codebook, shape and bytes per module, and totals."""
+    from exl3eval.checkpoint.directory import open_checkpoint
+    from exl3eval.checkpoint.inspect import inventory, inventory_json
+    from exl3eval.present import inventory_report
+
+    found = inventory(open_checkpoint(directory))
+    if as_json:
+        _print_json(inventory_json(found))
+    else:
+        _print(inventory_report(found))
+
+
+@app.command()
+def variants(as_json: Json = False) -> None:
+    """List the shipped variants and what each changes."""
+    from dataclasses import asdict
+
+    from exl3eval.present import rows_table
+    from exl3eval.variant import shipped_variants
+
+    shipped = shipped_variants()
+    if as_json:
+        _print_json([asdict(variant) for variant in shipped.values()])
+        return
+    rows = [(v.name, v.activations, v.linear, v.embedding, v.doc) for v in shipped.values()]
+    _print(rows_table(("variant", "activations", "linear", "embedding", "what it changes"), rows))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can run and what is missing; exit 2 if the main job cannot run."""
+    from exl3eval.doctor import examine_machine
+    from exl3eval.present import rows_table
+    from exl3eval.settings import load_settings
+
+    checks = examine_machine(load_settings())
+    if as_json:
+        _print_json([{"name": c.name, "ok": c.ok, "required": c.required, "finding": c.finding} for c in checks])
+    else:
+        rows = [(c.name, "ok" if c.ok else "missing" if c.required else "-", c.finding) for c in checks]
+        _print(rows_table(("check", "", "finding"), rows))
+    if any(check.required and not check.ok for check in checks):
+        raise typer.Exit(EXIT_USAGE)
+
+
+@app.command()
+def quantize(
+    model: Annotated[Path, typer.Option(help="16-bit Hugging Face directory.")],
+    out: Annotated[Path, typer.Option(help="New EXL3 directory.")],
+    bits: Annotated[float, typer.Option(help="Average bits per body weight, 2 to 8; fractions mix widths.")] = 4.0,
+    head_bits: Annotated[int, typer.Option(help="Bits of the output head, 1 to 8, or 16 to leave it.")] = 6,
+    codebook: Annotated[str, typer.Option(help="mcg, mul1 or 3inst.")] = "mcg",
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text file or folder to calibrate on; default: text that the model samples.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Calibration rows.")] = 64,
+    columns: Annotated[int, typer.Option(help="Tokens per calibration row.")] = 512,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of signs and sampling.")] = 1,
+    quiet: Quiet = False,
+) -> None:
+    """Quantize a 16-bit model to EXL3."""
+    from exl3eval.engine.device import resolve_device
+    from exl3eval.progress import TerminalReporter
+    from exl3eval.quantizer.quantize import QuantizeRequest, quantize_model
+    from exl3eval.settings import load_settings
+
+    settings = load_settings()
+    summary = quantize_model(
+        QuantizeRequest(
+            model=model,
+            out=out,
+            bits=bits,
+            head_bits=head_bits,
+            codebook=codebook,
+            calibration=calibration,
+            rows=rows,
+            columns=columns,
+            seed=seed,
+        ),
+        device=resolve_device(device),
+        num_threads=settings.num_threads,
+        reporter=TerminalReporter(quiet=quiet),
+    )
+    _print_json(summary)
+
+
+@contexts_app.command("list")
+def list_contexts(
+    suite: Annotated[Path | None, typer.Option(help="Suite folder; default: the shipped one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the documents of a suite's analysis split."""
+    from exl3eval.present import rows_table
+    from exl3eval.suite.context import list_rows
+    from exl3eval.suite.load import load_suite
+
+    loaded = load_suite(suite)
+    rows = list_rows(loaded)
+    if as_json:
+        _print_json(rows)
+        return
+    columns = ("id", "stratum", "language", "licence", "chars", "source")
+    cells = [[str(row[column]) for column in columns] for row in rows]
+    _print(rows_table(columns, cells, title=f"{loaded.name}: {len(rows)} documents, digest {loaded.digest[:16]}"))
+
+
+@contexts_app.command("verify")
+def verify_contexts(
+    suite: Annotated[Path | None, typer.Option(help="Suite folder; default: the shipped one.")] = None,
+) -> None:
+    """Recompute every digest, count and minimum, and scan again for contamination and duplicates."""
+    from dataclasses import asdict
+
+    from exl3eval.suite.load import verify_suite
+
+    _print_json(asdict(verify_suite(suite)))
+
+
+@contexts_app.command("build")
+def build_contexts(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (.toml) naming packages, patterns, strata and counts.")],
+    out: Annotated[Path, typer.Argument(help="Suite folder to write.")],
+    calibration: Annotated[
+        Path | None, typer.Option(help="Folder of .xz calibration texts; default: the index beside the recipe.")
+    ] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder for fetched packages; default: in the cache.")] = None,
+) -> None:
+    """Build a suite from packages fetched by name (needs the package registries)."""
+    from exl3eval.settings import load_settings
+    from exl3eval.suite.build import build_suite
+
+    work_dir = work or load_settings().cache_dir / "sources"
+    suite = build_suite(recipe, out, work_dir=work_dir, calibration_dir=calibration)
+    _print_json({"name": suite.name, "digest": suite.digest, "analysis": len(suite.contexts)})

@@ -1,0 +1,148 @@
+"""Receipts: what was measured, on what, with which result, as one strict JSON record.
+
+A receipt holds no path, no NaN and no hand-typed number. `results` is computed from the positions file
+alone; `identity` names everything that may have moved it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from exl3eval.errors import UsageError
+from exl3eval.records import digest_file, digest_value, write_json
+from exl3eval.run import REFERENCE, ArmRecord, KldRun
+from exl3eval.score.positions import write_positions
+
+SCHEMA = "exl3eval/receipt/1"
+RECEIPT_FILE = "receipt.json"
+POSITIONS_FILE = "positions.parquet"
+
+
+def _arm_identity(record: ArmRecord) -> dict[str, Any]:
+    return {
+        "checkpoint_sha256": record.spec.checkpoint_sha256,
+        "declared": asdict(record.spec.declared),
+        "resolved": asdict(record.spec.resolved),
+        "attention": record.attention,
+        "launches": [{**launch._asdict(), "count": count} for launch, count in sorted(record.capture.launches.items())],
+    }
+
+
+def build_results(run: KldRun) -> dict[str, Any]:
+    """Lay out every number of a run."""
+    floor = run.summaries[run.floor_arm]
+    return {
+        "arms": {name: asdict(summary) for name, summary in run.summaries.items()},
+        "comparison": asdict(run.comparison),
+        "floors": {
+            "reference_rounding": {"arm": run.floor_arm, "kl": floor.kl.mean},
+            "repeat_difference": {name: record.capture.repeat_difference for name, record in run.arms.items()},
+        },
+        "embedding_bytes": {name: asdict(record.embedding_bytes) for name, record in run.arms.items()},
+        "logit_grid": dict(run.scores.grids),
+        "cut_mass": dict(run.scores.cut_mass),
+    }
+
+
+def build_receipt(run: KldRun) -> dict[str, Any]:
+    """Assemble a run's receipt, without the digest of the positions file."""
+    first, *_ = run.tokens.contexts
+    identity = {
+        "suite": {"name": run.suite.name, "digest": run.suite.digest, "split": run.request.split},
+        "tokens": {
+            "digest": run.tokens.digest,
+            "tokenizer_digest": run.tokens.tokenizer_digest,
+            "num_contexts": len(run.tokens.contexts),
+            "positions_per_context": len(first.ids) - 1,
+        },
+        "vocabulary": {"size": run.vocabulary.size, "digest": run.vocabulary.digest},
+        "reference_precision": run.request.reference_precision,
+        "lane": "prefill",
+        "head_lane": "own",
+        "engine": "transformers",
+        "graphs": False,
+        "kv_cache": None,
+        "seed": run.request.seed,
+        "trust_remote_code": run.request.trust_remote_code,
+        "arms": {name: _arm_identity(record) for name, record in run.arms.items()},
+        "code": run.code,
+        "device": run.device,
+    }
+    results = build_results(run)
+    return {
+        "schema": SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "reference": REFERENCE,
+        "baseline": run.comparison.baseline,
+        "variant": run.comparison.variant,
+        "floor": run.floor_arm,
+        "resampling": asdict(run.resampling),
+        "identity": identity,
+        "identity_digest": digest_value(identity),
+        "results": results,
+        "results_digest": digest_value(results),
+        "warnings": build_warnings(run),
+        "checkpoint_notes": {
+            name: list(record.spec.checkpoint.notes)
+            for name, record in run.arms.items()
+            if record.spec.checkpoint.notes
+        },
+    }
+
+
+def build_warnings(run: KldRun) -> list[str]:
+    """Say what a reader must know before reading the numbers."""
+    warnings = [
+        f"arm `{name}`: every logit sits on the {grid} grid: rounded logits put a floor of 7e-5 to 2e-3 nats under "
+        "a divergence"
+        for name, grid in run.scores.grids.items()
+        if grid is not None
+    ]
+    warnings += [
+        f"arm `{name}`: running a context again changed hidden states by up to {record.capture.repeat_difference:.3g}: "
+        "the arm is not repeatable"
+        for name, record in run.arms.items()
+        if record.capture.repeat_difference != 0.0
+    ]
+    floor, delta = run.summaries[run.floor_arm].kl.mean, run.comparison.paired.delta.mean
+    if 0 < abs(delta) < floor:
+        warnings.append(
+            f"the delta of `{run.comparison.variant}` is below the reference's own rounding floor ({floor:.2e} nats): "
+            "read the paired interval, not the difference of two absolute figures"
+        )
+    num_clusters = run.comparison.paired.delta.num_clusters
+    if num_clusters < 20:
+        warnings.append(f"{num_clusters} clusters: fewer than 20 give no trustworthy interval")
+    return warnings
+
+
+def check_output_folder(out: Path) -> None:
+    """Refuse an output folder that already holds a run, before any work.
+
+    Raises
+    ------
+    UsageError
+        If it holds a receipt or positions, or is not a folder.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out.name} is a file", hint="give a folder")
+    for name in (RECEIPT_FILE, POSITIONS_FILE):
+        if (out / name).exists():
+            raise UsageError(f"--out already holds {name}; receipts are immutable", hint="choose another folder")
+
+
+def write_run(out: Path, run: KldRun) -> dict[str, Any]:
+    """Write positions, then the receipt that names their digest; return the receipt.
+
+    Raises
+    ------
+    UsageError
+        If either exists or the disk refuses the write.
+    """
+    write_positions(out / POSITIONS_FILE, run.table)
+    receipt = {**build_receipt(run), "positions_sha256": digest_file(out / POSITIONS_FILE)}
+    write_json(out / RECEIPT_FILE, receipt, exclusive=True)
+    return receipt
