@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from rich.console import Console
@@ -14,8 +14,8 @@ from rich.text import Text
 class Reporter(Protocol):
     """Told about phases of long work."""
 
-    def phase(self, label: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        """Open a phase of `total` units; the yielded function takes the units finished."""
+    def phase(self, label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        """Open a phase of `total` units; the value takes the units finished."""
 
 
 class _Rate(ProgressColumn):

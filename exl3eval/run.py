@@ -7,12 +7,10 @@ baseline variant; and the variant. Everything that can be refused is refused bef
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -34,6 +32,7 @@ from exl3eval.engine.model import EmbeddingBytes, load_arm
 from exl3eval.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
 from exl3eval.errors import UsageError
 from exl3eval.identity import code_identity, device_identity, engine_contract_digest
+from exl3eval.progress import Reporter
 from exl3eval.score.positions import build_table, split_arms
 from exl3eval.score.scoring import ScoredArm, ScoredContext, Scores, score_arms
 from exl3eval.suite.load import Suite, load_suite
@@ -42,13 +41,6 @@ from exl3eval.variant import Variant, load_variant, resolve_variant
 
 REFERENCE = "reference"
 PRECISIONS = ("float32", "bfloat16")
-
-
-class Reporter(Protocol):
-    """Told about phases of long work; see `exl3eval.progress`."""
-
-    def phase(self, label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        """Open a phase of `total` units; the value takes the units finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +256,7 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
         ),
     ]
     code = code_identity()
-    records, scored = _run_arms(request, specs, tokens, vocabulary, device, code, cache_dir, reporter)
+    records, scored = _run_arms(request, specs, tokens, vocabulary, device, code, cache_dir, num_threads, reporter)
     contexts = [
         ScoredContext(name=c.id, cluster=c.cluster, stratum=c.stratum, ids_digest=c.digest, ids=c.ids)
         for c in tokens.contexts
@@ -342,6 +334,7 @@ def _run_arms(
     device: torch.device,
     code: dict[str, Any],
     cache_dir: Path,
+    num_threads: int,
     reporter: Reporter,
 ) -> tuple[dict[str, ArmRecord], dict[str, ScoredArm]]:
     inputs = [(context.digest, torch.from_numpy(context.ids[:-1].copy())) for context in tokens.contexts]
@@ -368,7 +361,13 @@ def _run_arms(
         }
         with reporter.phase(f"run {spec.name}", len(inputs) * request.num_positions, "positions") as advance:
             capture = capture_arm(
-                arm, inputs, contract=contract, cache_dir=cache_dir, fresh=request.fresh, on_context=advance
+                arm,
+                inputs,
+                contract=contract,
+                cache_dir=cache_dir,
+                fresh=request.fresh,
+                num_threads=num_threads if device.type == "cpu" else 1,
+                on_context=advance,
             )
         records[spec.name] = ArmRecord(
             spec=spec, capture=capture, embedding_bytes=arm.embedding_bytes, attention=arm.attention

@@ -1,6 +1,7 @@
 """The command line: its surface, its exit codes, and one line of help for every kind of bad input."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,13 @@ class Outcome:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory):
-    """Run the command line in this process, as the console script does."""
+    """Run the command line in this process, as the console script does, on a machine without a network."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setenv("EXL3EVAL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
     def call(*arguments: object) -> Outcome:

@@ -22,6 +22,7 @@ from safetensors.torch import save
 
 from exl3_kernels.routes import Launch, read_launches, reset_launches
 from exl3eval.engine.model import ArmModel
+from exl3eval.engine.parallel import map_contexts
 from exl3eval.errors import UsageError
 from exl3eval.records import digest_value, write_atomic, write_json
 
@@ -81,6 +82,7 @@ def capture_arm(
     contract: dict[str, Any],
     cache_dir: Path,
     fresh: bool,
+    num_threads: int,
     on_context: Callable[[int], None],
 ) -> Capture:
     """Run every context that is not captured yet.
@@ -97,6 +99,8 @@ def capture_arm(
         Where capture folders live.
     fresh : bool
         Make every context again.
+    num_threads : int
+        Contexts run at a time; more than one only pays on a CPU.
     on_context : callable
         Receives the positions finished, after each context.
 
@@ -112,22 +116,27 @@ def capture_arm(
     resumed = 0
     if not (directory / "contract.json").exists():
         write_json(directory / "contract.json", contract)
-    for ids_digest, ids_T in contexts:
+
+    def run_context(context: tuple[str, torch.Tensor]) -> tuple[dict[Launch, int], bool]:
+        ids_digest, ids_T = context
         path = _path(directory, ids_digest)
         found = None if fresh else _read_context(path)
-        if found is None:
-            reset_launches()
-            hidden_TH = model.hidden_states(ids_T).cpu().contiguous()
-            counted = read_launches()
-            metadata = {
-                "sha256": _digest_tensor(hidden_TH),
-                "launches": json.dumps([[list(key), count] for key, count in sorted(counted.items())]),
-            }
-            write_atomic(path, save({"hidden": hidden_TH}, metadata=metadata))
-        else:
-            counted = found[1]
-            resumed += 1
+        if found is not None:
+            return found[1], True
+        reset_launches()
+        hidden_TH = model.hidden_states(ids_T).cpu().contiguous()
+        counted = read_launches()
+        metadata = {
+            "sha256": _digest_tensor(hidden_TH),
+            "launches": json.dumps([[list(key), count] for key, count in sorted(counted.items())]),
+        }
+        write_atomic(path, save({"hidden": hidden_TH}, metadata=metadata))
+        return counted, False
+
+    outcomes = map_contexts(run_context, contexts, num_threads=num_threads)
+    for (_, ids_T), (counted, was_found) in zip(contexts, outcomes, strict=True):
         launches.update(counted)
+        resumed += was_found
         on_context(len(ids_T))
     again_TH = model.hidden_states(contexts[0][1]).cpu()
     first = _read_context(_path(directory, contexts[0][0]))

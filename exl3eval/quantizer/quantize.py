@@ -11,11 +11,10 @@ Shapes: k inputs, n outputs, T calibration tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from exl3eval.checkpoint.load import checkpoint_digest
 from exl3eval.engine.model import load_plain_model
 from exl3eval.engine.placement import FUSIONS, replace_module
 from exl3eval.errors import CheckpointError, InvalidRunError, UsageError
+from exl3eval.progress import Reporter
 from exl3eval.quantizer.allocation import BitGroup, allocate_bits
 from exl3eval.quantizer.calibration import sampled_rows, text_rows
 from exl3eval.quantizer.unfused import UnfusedExperts
@@ -38,13 +38,6 @@ _ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 BATCH_ROWS = 8
 RECENT_INPUTS = 4
-
-
-class Reporter(Protocol):
-    """Told about phases of long work; see `exl3eval.progress`."""
-
-    def phase(self, label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        """Open a phase of `total` units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

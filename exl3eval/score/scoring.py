@@ -7,7 +7,6 @@ others are scored beside it, nor on their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 
 from exl3eval.engine.capture import Capture
 from exl3eval.engine.head import Head
+from exl3eval.engine.parallel import map_contexts
 from exl3eval.errors import InvalidRunError
 from exl3eval.score.divergence import Divergences, cut_mass, logit_grid, measure_divergences
 from exl3eval.score.positions import Placed
@@ -135,21 +135,13 @@ def score_arms(
     InvalidRunError
         Naming the context, if any position has no valid divergence.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     results = []
-    try:
-        with ThreadPoolExecutor(max_workers=num_threads) as pool:
-            futures = [pool.submit(_score_context, reference, arms, context, reference_name) for context in contexts]
-            try:
-                for future, context in zip(futures, contexts, strict=True):
-                    results.append(future.result())
-                    on_context(len(context.ids) - 1)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-    finally:
-        torch.set_num_threads(before)
+    scored = map_contexts(
+        lambda context: _score_context(reference, arms, context, reference_name), contexts, num_threads=num_threads
+    )
+    for result, context in zip(scored, contexts, strict=True):
+        results.append(result)
+        on_context(len(context.ids) - 1)
     placed = [
         Placed(
             arm=name,

@@ -11,6 +11,7 @@ a route registers it here and every harness, test and report finds it by name.
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +68,16 @@ class RowRange(NamedTuple):
 
 
 ROUTES: dict[str, Route] = {}
-_launches: Counter[Launch] = Counter()
+
+
+class _ThreadLaunches(threading.local):
+    """Counters of one thread, so that work done in parallel is attributed to whoever asked for it."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Launch] = Counter()
+
+
+_launches = _ThreadLaunches()
 
 
 def register_route(route: Route) -> Route:
@@ -125,16 +135,16 @@ def bucket_rows(rows: int) -> int:
 
 
 def count_launch(route: str, rows: int, weight: Exl3Weight) -> None:
-    """Count one launch of `route` on `rows` rows."""
+    """Count one launch of `route` on `rows` rows, for the calling thread."""
     key = Launch(route, bucket_rows(rows), weight.in_features, weight.out_features, weight.bits, weight.codebook)
-    _launches[key] += 1
+    _launches.counts[key] += 1
 
 
 def read_launches() -> dict[Launch, int]:
-    """Return a copy of the launch counters."""
-    return dict(_launches)
+    """Return a copy of the calling thread's launch counters."""
+    return dict(_launches.counts)
 
 
 def reset_launches() -> None:
-    """Set every launch counter to zero."""
-    _launches.clear()
+    """Set the calling thread's launch counters to zero."""
+    _launches.counts.clear()

@@ -23,9 +23,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ArmModel:
 
 
 def _capture(
-    model: ArmModel, cache: Path, *, contract: str = "a", fresh: bool = False, on_context=lambda n: None
+    model: ArmModel,
+    cache: Path,
+    *,
+    contract: str = "a",
+    fresh: bool = False,
+    num_threads: int = 1,
+    on_context=lambda n: None,
 ) -> Capture:
-    return capture_arm(model, CONTEXTS, contract={"is": contract}, cache_dir=cache, fresh=fresh, on_context=on_context)
+    return capture_arm(
+        model,
+        CONTEXTS,
+        contract={"is": contract},
+        cache_dir=cache,
+        fresh=fresh,
+        num_threads=num_threads,
+        on_context=on_context,
+    )
 
 
 class _StopError(Exception):
@@ -44,7 +58,7 @@ def test_a_killed_run_continues_where_it_stopped(model: ArmModel, tmp_path: Path
     with pytest.raises(_StopError):
         _capture(model, tmp_path / "killed", on_context=stop_after_two)
     resumed = _capture(model, tmp_path / "killed")
-    assert resumed.resumed == 2
+    assert 2 <= resumed.resumed < len(CONTEXTS)
     assert resumed.launches == whole.launches
     for digest, _ in CONTEXTS:
         assert torch.equal(resumed.hidden_states(digest), whole.hidden_states(digest))
@@ -81,6 +95,13 @@ def test_launches_are_those_of_the_contexts(model: ArmModel, tmp_path: Path) -> 
     assert sum(capture.launches.values()) == 7 * len(CONTEXTS)
     assert {launch.rows_bucket for launch in capture.launches} == {12}
     assert {launch.route for launch in capture.launches} == {"reference"}
+
+
+def test_threads_change_no_bit_and_no_count(model: ArmModel, tmp_path: Path) -> None:
+    one, three = (_capture(model, tmp_path / str(n), num_threads=n) for n in (1, 3))
+    assert one.launches == three.launches
+    for digest, _ in CONTEXTS:
+        assert torch.equal(one.hidden_states(digest), three.hidden_states(digest))
 
 
 def test_the_repeat_has_the_same_bits(model: ArmModel, tmp_path: Path) -> None:
