@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from exl3_kernels.weight import MULTIPLIERS
 from safetensors.torch import save_file
 
+from exl3_kernels.weight import MULTIPLIERS
 from exl3eval.checkpoint.directory import Checkpoint, open_checkpoint, open_exl3
 from exl3eval.checkpoint.inspect import INVENTORY_COLUMNS, inventory, inventory_json, inventory_rows
 from exl3eval.checkpoint.load import checkpoint_digest, load_plain, load_weight
