@@ -27,7 +27,7 @@ from exl3eval.compare import (
     summarise_arm,
 )
 from exl3eval.engine.capture import Capture, capture_arm
-from exl3eval.engine.device import resolve_device
+from exl3eval.engine.device import pin_arithmetic, resolve_device
 from exl3eval.engine.model import EmbeddingBytes, load_arm
 from exl3eval.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
 from exl3eval.errors import UsageError
@@ -213,6 +213,7 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
     """
     _check_request(request)
     torch.set_num_threads(num_threads)
+    pin_arithmetic()
     device = resolve_device(request.device)
     variants = {name: load_variant(name) for name in dict.fromkeys((request.baseline, request.variant))}
     resolved = {name: resolve_variant(variant, device.type) for name, variant in variants.items()}

@@ -28,3 +28,10 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"device {name!r} is not supported", hint="use auto, cpu, cuda or cuda:N")
     return device
+
+
+def pin_arithmetic() -> None:
+    """Switch off every shortcut that rounds more than the dtypes say: TF32 and 16-bit partial sums."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
