@@ -14,6 +14,7 @@ import typer
 
 from exl3eval import __version__
 from exl3eval.errors import EXIT_USAGE, Exl3EvalError
+from exl3eval.gate import commands as gate_commands
 
 app = typer.Typer(
     help="Did this EXL3 kernel or quantizer change the model, by how much, and can I ship it?",
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 contexts_app = typer.Typer(help="The held-out contexts.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(contexts_app, name="contexts")
+gate_commands.register(app)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
@@ -86,9 +88,17 @@ def kld(
     split: Annotated[str, typer.Option(help="analysis, or the sealed qualification split.")] = "analysis",
     num_contexts: Annotated[int | None, typer.Option(help="A balanced subset of this size; default: all.")] = None,
     positions: Annotated[int, typer.Option(help="Scored predictions per context.")] = 512,
+    lane: Annotated[
+        list[str] | None, typer.Option(help="prefill (default), chunked or decode; may be given several times.")
+    ] = None,
+    rows: Annotated[str, typer.Option(help="Decode lanes: contexts per forward, such as 1,4,16.")] = "1",
+    chunks: Annotated[str, typer.Option(help="Chunked lanes: tokens per forward, such as 64,256.")] = "128",
+    decode_positions: Annotated[int, typer.Option(help="Decode lanes: positions scored after the prefix.")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the context order and of resampling.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Write receipt.json and positions.parquet here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write receipt.json and positions.parquet here; a folder per lane if several.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Ignore captures of earlier runs.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let transformers run code from the model directories.")
@@ -97,6 +107,7 @@ def kld(
     quiet: Quiet = False,
 ) -> None:
     """Measure exact KL(reference || arm) of a variant and its baseline, with intervals."""
+    from exl3eval.engine.lanes import parse_lanes
     from exl3eval.present import receipt_tables
     from exl3eval.progress import TerminalReporter
     from exl3eval.receipt import build_receipt, check_output_folder, write_run
@@ -104,33 +115,41 @@ def kld(
     from exl3eval.settings import load_settings
 
     settings = load_settings()
-    if out is not None:
-        check_output_folder(out)
-    run = run_kld(
-        KldRequest(
-            model=model,
-            reference=reference,
-            variant=variant,
-            baseline=baseline,
-            suite=suite,
-            split=split,
-            num_contexts=num_contexts,
-            num_positions=positions,
-            reference_precision=reference_precision,
-            device=device,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            fresh=fresh,
-        ),
-        cache_dir=settings.cache_dir,
-        num_threads=settings.num_threads,
-        reporter=TerminalReporter(quiet=quiet),
-    )
-    receipt = write_run(out, run) if out is not None else build_receipt(run)
+    lanes = parse_lanes(lane or ["prefill"], rows=rows, chunks=chunks, decode_positions=decode_positions)
+    folders = {each.name: out if out is None or len(lanes) == 1 else out / each.slug for each in lanes}
+    for folder in folders.values():
+        if folder is not None:
+            check_output_folder(folder)
+    receipts = []
+    for each in lanes:
+        run = run_kld(
+            KldRequest(
+                model=model,
+                reference=reference,
+                variant=variant,
+                baseline=baseline,
+                suite=suite,
+                split=split,
+                num_contexts=num_contexts,
+                num_positions=positions,
+                reference_precision=reference_precision,
+                lane=each,
+                device=device,
+                seed=seed,
+                trust_remote_code=trust_remote_code,
+                fresh=fresh,
+            ),
+            cache_dir=settings.cache_dir,
+            num_threads=settings.num_threads,
+            reporter=TerminalReporter(quiet=quiet),
+        )
+        folder = folders[each.name]
+        receipt = write_run(folder, run) if folder is not None else build_receipt(run)
+        receipts.append(receipt)
+        if not as_json:
+            _print(receipt_tables(receipt))
     if as_json:
-        _print_json(receipt)
-    else:
-        _print(receipt_tables(receipt))
+        _print_json(receipts[0] if len(receipts) == 1 else receipts)
 
 
 @app.command()

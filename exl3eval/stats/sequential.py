@@ -17,7 +17,7 @@ from scipy import optimize, stats
 
 from exl3eval.errors import UsageError
 
-_GRID_POINTS = 2001
+_GRID_POINTS = 801
 _GRID_REACH = 8.0
 
 
@@ -56,16 +56,21 @@ def look_levels(fractions: Sequence[float], alpha: float) -> tuple[float, ...]:
         quota = spend_alpha(float(time), alpha) - spent
         spread = math.sqrt(float(step))
 
-        def excess(score: float, quota: float = quota, spread: float = spread, time: float = float(time)) -> float:
-            crossed = stats.norm.sf((score * math.sqrt(time) - grid) / spread)
-            return float(density @ crossed) - quota
-
-        score = float(optimize.brentq(excess, -_GRID_REACH, 2.0 * _GRID_REACH, xtol=1e-10))
+        score = _boundary(grid, density, float(time), spread, quota)
         levels.append(float(stats.norm.sf(score)))
         spent += quota
         edge = score * math.sqrt(float(time))
         grid, density = _walk(grid, density, spread, low=-_GRID_REACH * math.sqrt(float(time)), high=edge)
     return tuple(levels)
+
+
+def _boundary(grid: np.ndarray, density: np.ndarray, time: float, spread: float, quota: float) -> float:
+    """Return the score that a walk, not yet crossed, exceeds at `time` with probability `quota`."""
+
+    def excess(score: float) -> float:
+        return float(density @ stats.norm.sf((score * math.sqrt(time) - grid) / spread)) - quota
+
+    return float(optimize.brentq(excess, -_GRID_REACH, 2.0 * _GRID_REACH, xtol=1e-10))
 
 
 def _walk(
@@ -76,5 +81,6 @@ def _walk(
     simpson = np.ones(_GRID_POINTS)
     simpson[1:-1:2], simpson[2:-1:2] = 4.0, 2.0
     simpson *= (high - low) / (3.0 * (_GRID_POINTS - 1))
-    moved = stats.norm.pdf((points[:, None] - grid[None, :]) / spread) @ density / spread
+    step = np.exp(-0.5 * ((points[:, None] - grid[None, :]) / spread) ** 2) / (spread * math.sqrt(2.0 * math.pi))
+    moved = step @ density
     return points, moved * simpson
