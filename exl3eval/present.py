@@ -38,12 +38,12 @@ def _arm_table(receipt: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="KL(reference || arm), nats per position", title_justify="left")
     for column in ("arm", "mean", "95 % interval", "p50", "p99", "p99.9", "max", "top-1", "embedding"):
         table.add_column(column, justify="left" if column in ("arm", "95 % interval") else "right")
-    order = [receipt["baseline"], receipt["variant"], floor]
-    for name in order:
+    control = results["floors"]["lane_control"]
+    for name in (receipt["baseline"], receipt["variant"], floor, *([control["arm"]] if control else [])):
         arm = results["arms"][name]
         tails = {tail["name"]: tail["value"] for tail in arm["tails"]}
         table.add_row(
-            f"{name} (floor)" if name == floor else name,
+            name if name in (receipt["baseline"], receipt["variant"]) else f"{name} (floor)",
             _nats(arm["kl"]["mean"]),
             _interval(arm["kl"]),
             *(_nats(tails[key]) for key in ("p50", "p99", "p99.9", "max")),
@@ -80,8 +80,9 @@ def receipt_tables(receipt: dict[str, Any]) -> RenderableType:
     tokens = identity["tokens"]
     floor = results["floors"]["reference_rounding"]["kl"]
     saved = results["embedding_bytes"]
+    scored = tokens["positions_per_context"] - tokens["first_scored"]
     lines = [
-        f"{tokens['num_contexts']} contexts x {tokens['positions_per_context']} positions of "
+        f"{tokens['num_contexts']} contexts x {scored} positions of "
         f"{identity['suite']['name']}, "
         f"vocabulary {identity['vocabulary']['size']:,}, lane {identity['lane']}, "
         f"reference in {identity['reference_precision']}, {identity['device']['name']}",

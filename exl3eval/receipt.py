@@ -13,7 +13,7 @@ from typing import Any
 
 from exl3eval.errors import UsageError
 from exl3eval.records import digest_file, digest_value, write_json
-from exl3eval.run import REFERENCE, ArmRecord, KldRun
+from exl3eval.run import REFERENCE, ArmRecord, KldRun, lane_control_name
 from exl3eval.score.positions import write_positions
 
 SCHEMA = "exl3eval/receipt/1"
@@ -27,7 +27,8 @@ def _arm_identity(record: ArmRecord) -> dict[str, Any]:
         "declared": asdict(record.spec.declared),
         "resolved": asdict(record.spec.resolved),
         "attention": record.attention,
-        "launches": [{**launch._asdict(), "count": count} for launch, count in sorted(record.capture.launches.items())],
+        "lane": record.spec.lane.name,
+        "launches": [{**launch._asdict(), "count": count} for launch, count in sorted(record.launches.items())],
     }
 
 
@@ -39,12 +40,18 @@ def build_results(run: KldRun) -> dict[str, Any]:
         "comparison": asdict(run.comparison),
         "floors": {
             "reference_rounding": {"arm": run.floor_arm, "kl": floor.kl.mean},
+            "lane_control": _lane_control(run),
             "repeat_difference": {name: record.capture.repeat_difference for name, record in run.arms.items()},
         },
         "embedding_bytes": {name: asdict(record.embedding_bytes) for name, record in run.arms.items()},
         "logit_grid": dict(run.scores.grids),
         "cut_mass": dict(run.scores.cut_mass),
     }
+
+
+def _lane_control(run: KldRun) -> dict[str, Any] | None:
+    name = lane_control_name(run.request)
+    return {"arm": name, "kl": run.summaries[name].kl.mean} if name in run.summaries else None
 
 
 def build_receipt(run: KldRun) -> dict[str, Any]:
@@ -57,14 +64,15 @@ def build_receipt(run: KldRun) -> dict[str, Any]:
             "tokenizer_digest": run.tokens.tokenizer_digest,
             "num_contexts": len(run.tokens.contexts),
             "positions_per_context": len(first.ids) - 1,
+            "first_scored": run.request.lane.first_scored(len(first.ids) - 1),
         },
         "vocabulary": {"size": run.vocabulary.size, "digest": run.vocabulary.digest},
         "reference_precision": run.request.reference_precision,
-        "lane": "prefill",
-        "head_lane": "own",
+        "lane": run.request.lane.name,
+        "head_lane": {name: record.spec.resolved.head for name, record in run.arms.items()},
         "engine": "transformers",
         "graphs": False,
-        "kv_cache": None,
+        "kv_cache": None if run.request.lane.kind == "prefill" else "activation dtype",
         "seed": run.request.seed,
         "trust_remote_code": run.request.trust_remote_code,
         "arms": {name: _arm_identity(record) for name, record in run.arms.items()},

@@ -1,20 +1,24 @@
 """The main job: contexts -> arms -> positions -> comparison -> receipt.
 
-Arms of one run: the reference; the reference again at the other precision (its own rounding floor); the
-baseline variant; and the variant. Everything that can be refused is refused before a model is loaded.
+Arms of one run: the reference; the reference again at the other precision (its own rounding floor);
+outside prefill the reference in the lane under test (what the lane itself moves); the baseline variant;
+and the variant. Everything that can be refused is refused before a model is loaded.
 """
 
 from __future__ import annotations
 
 import gc
+from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
 
+from exl3_kernels.routes import Launch
 from exl3eval.bundled import bundled_model
 from exl3eval.checkpoint.directory import Checkpoint, open_checkpoint
 from exl3eval.checkpoint.load import checkpoint_digest
@@ -28,9 +32,10 @@ from exl3eval.compare import (
 )
 from exl3eval.engine.capture import Capture, capture_arm
 from exl3eval.engine.device import pin_arithmetic, resolve_device
+from exl3eval.engine.lanes import Lane
 from exl3eval.engine.model import EmbeddingBytes, load_arm
 from exl3eval.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
-from exl3eval.errors import UsageError
+from exl3eval.errors import InvalidRunError, UsageError
 from exl3eval.identity import code_identity, device_identity, engine_contract_digest
 from exl3eval.progress import Reporter
 from exl3eval.score.positions import build_table, split_arms
@@ -63,6 +68,8 @@ class KldRequest:
         Scored predictions per context.
     reference_precision : str
         Arithmetic of the reference's activations: `float32` or `bfloat16`.
+    lane : Lane
+        How contexts are fed to the arms under test; the reference itself always runs in one prefill.
     device : str
         `auto`, `cpu`, `cuda` or `cuda:N`.
     seed : int
@@ -82,6 +89,7 @@ class KldRequest:
     num_contexts: int | None = None
     num_positions: int = 512
     reference_precision: str = "float32"
+    lane: Lane = field(default_factory=lambda: Lane(kind="prefill"))
     device: str = "auto"
     seed: int = 1
     trust_remote_code: bool = False
@@ -97,14 +105,16 @@ class ArmSpec:
     checkpoint_sha256: str
     declared: Variant
     resolved: Variant
+    lane: Lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmRecord:
-    """What one arm was and did."""
+    """What one arm was and did; `launches` counts its body and its head."""
 
     spec: ArmSpec
     capture: Capture
+    launches: dict[Launch, int]
     embedding_bytes: EmbeddingBytes
     attention: str
 
@@ -165,17 +175,32 @@ def _check_request(request: KldRequest) -> None:
         raise UsageError(f"--num-contexts is {request.num_contexts}", hint="score at least 1 context")
 
 
-def _reference_variants(request: KldRequest) -> dict[str, Variant]:
-    precisions = {REFERENCE: request.reference_precision, floor_name(request): floor_precision(request)}
+def lane_control_name(request: KldRequest) -> str:
+    """Name the unquantized control: the reference in the lane under test."""
+    return f"{REFERENCE}-{request.lane.slug}"
+
+
+def _reference_arms(request: KldRequest) -> dict[str, tuple[Variant, Lane]]:
+    """Return the reference, its other precision, and outside prefill the reference in the lane under test."""
+    prefill = replace(request.lane, kind="prefill", rows=None)
+    arms = {
+        REFERENCE: (request.reference_precision, prefill),
+        floor_name(request): (floor_precision(request), prefill),
+    }
+    if request.lane.kind != "prefill":
+        arms[lane_control_name(request)] = (request.reference_precision, request.lane)
     return {
-        name: Variant(
-            name=name,
-            doc=f"The BF16 weights with {precision} activations.",
-            activations=precision,
-            linear="1-:reference",
-            embedding="stored",
+        name: (
+            Variant(
+                name=name,
+                doc=f"The BF16 weights with {precision} activations, {lane.name}.",
+                activations=precision,
+                linear="1-:reference",
+                embedding="stored",
+            ),
+            lane,
         )
-        for name, precision in precisions.items()
+        for name, (precision, lane) in arms.items()
     }
 
 
@@ -183,6 +208,44 @@ def _candidate_names(request: KldRequest, variants: dict[str, Variant]) -> dict[
     """Map arm names to what was asked for; a variant against itself runs twice and must give the same bits."""
     baseline, variant = variants[request.baseline].name, variants[request.variant].name
     return {baseline: request.baseline, variant if variant != baseline else f"{variant}-repeat": request.variant}
+
+
+def check_engagement(record: ArmRecord) -> None:
+    """Prove from counters that an arm ran what its variant declares.
+
+    Raises
+    ------
+    InvalidRunError
+        If a required route never launched, or a forbidden one did.
+    """
+    variant = record.spec.resolved
+    counts = Counter[str]()
+    for launch, count in record.launches.items():
+        counts[launch.route] += count
+    seen = ", ".join(f"{route} x {count}" for route, count in sorted(counts.items())) or "no EXL3 launch"
+    for route in variant.requires:
+        if not counts[route]:
+            raise InvalidRunError(
+                f"arm `{record.spec.name}` declares route `{route}`, which launched 0 times in lane "
+                f"{record.spec.lane.name} ({seen})",
+                hint="choose a lane whose row counts reach the route; a claim about a route that never ran is void",
+            )
+    for route in variant.forbids:
+        if counts[route]:
+            raise InvalidRunError(
+                f"arm `{record.spec.name}` forbids route `{route}`, which launched {counts[route]} times ({seen})",
+                hint="the dispatch sends rows there: change the variant",
+            )
+
+
+def _check_lane(request: KldRequest, variants: Iterable[Variant]) -> None:
+    for variant in variants:
+        if variant.lanes and request.lane.kind not in variant.lanes:
+            raise UsageError(
+                f"variant `{variant.name}` says nothing in lane {request.lane.name}",
+                hint=f"use --lane {variant.lanes[0]}",
+            )
+    request.lane.first_scored(request.num_positions)
 
 
 def _digest_checkpoint(checkpoint: Checkpoint, label: str, reporter: Reporter) -> str:
@@ -217,6 +280,7 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
     device = resolve_device(request.device)
     variants = {name: load_variant(name) for name in dict.fromkeys((request.baseline, request.variant))}
     resolved = {name: resolve_variant(variant, device.type) for name, variant in variants.items()}
+    _check_lane(request, variants.values())
     model_dir, reference_dir = _model_directories(request)
     model, reference = open_checkpoint(model_dir), open_checkpoint(reference_dir)
     if reference.is_exl3 or reference.quant_method:
@@ -242,8 +306,8 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
     reference_sha = _digest_checkpoint(reference, "reference", reporter)
     specs = [
         *(
-            ArmSpec(name=name, checkpoint=reference, checkpoint_sha256=reference_sha, declared=v, resolved=v)
-            for name, v in _reference_variants(request).items()
+            ArmSpec(name=name, checkpoint=reference, checkpoint_sha256=reference_sha, declared=v, resolved=v, lane=lane)
+            for name, (v, lane) in _reference_arms(request).items()
         ),
         *(
             ArmSpec(
@@ -252,24 +316,32 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
                 checkpoint_sha256=model_sha,
                 declared=variants[source],
                 resolved=resolved[source],
+                lane=request.lane,
             )
             for name, source in _candidate_names(request, variants).items()
         ),
     ]
     code = code_identity()
     records, scored = _run_arms(request, specs, tokens, vocabulary, device, code, cache_dir, num_threads, reporter)
+    first = request.lane.first_scored(request.num_positions)
     contexts = [
-        ScoredContext(name=c.id, cluster=c.cluster, stratum=c.stratum, ids_digest=c.digest, ids=c.ids)
+        ScoredContext(name=c.id, cluster=c.cluster, stratum=c.stratum, ids_digest=c.digest, ids=c.ids, first=first)
         for c in tokens.contexts
     ]
     arms = {name: arm for name, arm in scored.items() if name != REFERENCE}
-    with reporter.phase("score", len(contexts) * request.num_positions, "positions") as advance:
+    with reporter.phase("score", len(contexts) * (request.num_positions - first), "positions") as advance:
         scores = score_arms(
             scored[REFERENCE], arms, contexts, reference_name=REFERENCE, num_threads=num_threads, on_context=advance
         )
+    records = {
+        name: replace(record, launches=dict(Counter(record.launches) + Counter(scores.launches[name])))
+        for name, record in records.items()
+    }
+    for record in records.values():
+        check_engagement(record)
     table = build_table(scores.placed)
     resampling = Resampling(seed=request.seed)
-    baseline_name, variant_name = specs[2].name, specs[3].name
+    baseline_name, variant_name = specs[-2].name, specs[-1].name
     summaries, comparison = reduce_positions(
         table,
         baseline=baseline_name,
@@ -341,7 +413,8 @@ def _run_arms(
     inputs = [(context.digest, torch.from_numpy(context.ids[:-1].copy())) for context in tokens.contexts]
     machine = device_identity(device)
     engine = engine_contract_digest(code)
-    records, scored = {}, {}
+    records: dict[str, ArmRecord] = {}
+    scored: dict[str, ScoredArm] = {}
     for spec in specs:
         arm = load_arm(
             spec.checkpoint,
@@ -358,12 +431,14 @@ def _run_arms(
             "engine": engine,
             "device": machine,
             "attention": arm.attention,
-            "lane": "prefill",
+            "lane": spec.lane.name,
+            "scored": spec.lane.scored,
         }
         with reporter.phase(f"run {spec.name}", len(inputs) * request.num_positions, "positions") as advance:
             capture = capture_arm(
                 arm,
                 inputs,
+                lane=spec.lane,
                 contract=contract,
                 cache_dir=cache_dir,
                 fresh=request.fresh,
@@ -371,9 +446,19 @@ def _run_arms(
                 on_context=advance,
             )
         records[spec.name] = ArmRecord(
-            spec=spec, capture=capture, embedding_bytes=arm.embedding_bytes, attention=arm.attention
+            spec=spec,
+            capture=capture,
+            launches=capture.launches,
+            embedding_bytes=arm.embedding_bytes,
+            attention=arm.attention,
         )
-        scored[spec.name] = ScoredArm(capture=capture, head=arm.head, device=device)
+        scored[spec.name] = ScoredArm(
+            capture=capture,
+            head=arm.head if spec.resolved.head == "own" else scored[REFERENCE].head,
+            device=device,
+            head_rows=spec.lane.head_rows,
+            round_logits=spec.resolved.logits == "bfloat16",
+        )
         del arm
         gc.collect()
     return records, scored

@@ -7,10 +7,11 @@ count, and overlays. Both the declaration and its resolution go into the receipt
 from __future__ import annotations
 
 import tomllib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from exl3eval.errors import UsageError
 
@@ -18,6 +19,9 @@ SCHEMA = "exl3eval/variant/1"
 AUTO = "auto"
 ACTIVATIONS = ("float32", "bfloat16", "float16")
 EMBEDDINGS = ("stored", "int8")
+LOGITS = ("float32", "bfloat16")
+HEADS = ("own", "reference")
+LISTS = ("requires", "forbids", "lanes")
 _DEVICE_DEFAULTS = {
     "cpu": {"activations": "float32", "linear": "1-:reference"},
     "cuda": {"activations": "float32", "linear": "1-:reference"},
@@ -40,6 +44,16 @@ class Variant:
         Dispatch of the EXL3 linears, `first-last:route,...` over row counts, or `auto`.
     embedding : str
         `stored`, or `int8` for the per-row int8 overlay of the input embedding.
+    head : str
+        `own`, or `reference` to score the arm's hidden states through the reference's head (isolates the body).
+    logits : str
+        `float32`, or `bfloat16` to round them: a known-bad control.
+    requires : tuple of str
+        Routes that must have launched, or the arm is INVALID; a declared route that never ran proves nothing.
+    forbids : tuple of str
+        Routes that must not have launched.
+    lanes : tuple of str
+        Kinds of lane in which the variant means something; empty for all.
 
     Raises
     ------
@@ -52,16 +66,33 @@ class Variant:
     activations: str
     linear: str
     embedding: str
+    head: str = "own"
+    logits: str = "float32"
+    requires: tuple[str, ...] = ()
+    forbids: tuple[str, ...] = ()
+    lanes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, str) or not value:
+            if field.name in LISTS:
+                if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+                    raise UsageError(
+                        f"variant {self.name!r}: `{field.name}` is {value!r}, expected a list of strings",
+                        hint="see `exl3eval variants` for complete examples",
+                    )
+                object.__setattr__(self, field.name, tuple(value))
+            elif not isinstance(value, str) or not value:
                 raise UsageError(
                     f"variant {self.name!r}: `{field.name}` is {value!r}, expected a non-empty string",
                     hint="see `exl3eval variants` for complete examples",
                 )
-        for field_name, known in (("activations", (AUTO, *ACTIVATIONS)), ("embedding", EMBEDDINGS)):
+        for field_name, known in (
+            ("activations", (AUTO, *ACTIVATIONS)),
+            ("embedding", EMBEDDINGS),
+            ("head", HEADS),
+            ("logits", LOGITS),
+        ):
             value = getattr(self, field_name)
             if value not in known:
                 raise UsageError(
@@ -96,8 +127,9 @@ def parse_variant(text: str, *, where: str) -> Variant:
             f"{where}: unknown key `{unknown[0]}`",
             hint=f"did you mean `{close[0]}`?" if close else f"known keys: {', '.join(known)}",
         )
-    if missing := [name for name in known if name not in table]:
-        raise UsageError(f"{where}: key `{missing[0]}` is missing", hint=f"required keys: {', '.join(known)}")
+    needed = [field.name for field in fields(Variant) if field.default is MISSING]
+    if missing := [name for name in needed if name not in table]:
+        raise UsageError(f"{where}: key `{missing[0]}` is missing", hint=f"required keys: {', '.join(needed)}")
     return Variant(**table)
 
 
@@ -109,13 +141,15 @@ def shipped_variants() -> dict[str, Variant]:
 
 
 def load_variant(name: str) -> Variant:
-    """Return a shipped variant by name, or read one from a `.toml` file.
+    """Return a shipped variant by name, several composed with `+`, or one read from a `.toml` file.
 
     Raises
     ------
     UsageError
-        If there is no such variant or file, or the file is malformed.
+        If there is no such variant or file, the file is malformed, or two parts set one field differently.
     """
+    if "+" in name and not name.endswith(".toml"):
+        return _compose([load_variant(part) for part in name.split("+")])
     if name.endswith(".toml"):
         try:
             return parse_variant(Path(name).read_text(encoding="utf-8"), where=Path(name).name)
@@ -131,6 +165,25 @@ def load_variant(name: str) -> Variant:
     return shipped[name]
 
 
+def _compose(parts: list[Variant]) -> Variant:
+    """Apply what each part changes of `base`; lists are joined."""
+    base = load_variant("base")
+    changes: dict[str, Any] = {}
+    for part in parts:
+        for field_name in differing_fields(base, part):
+            value = getattr(part, field_name)
+            if field_name in LISTS:
+                value = tuple(dict.fromkeys((*changes.get(field_name, ()), *value)))
+            elif changes.get(field_name, value) != value:
+                raise UsageError(
+                    f"variants {' and '.join(p.name for p in parts)} set `{field_name}` differently",
+                    hint="compose variants that change different things",
+                )
+            changes[field_name] = value
+    changes |= {"name": "+".join(part.name for part in parts), "doc": " ".join(part.doc for part in parts)}
+    return replace(base, **changes)
+
+
 def resolve_variant(variant: Variant, device_type: str) -> Variant:
     """Fill what the variant leaves to the device, and check the dispatch.
 
@@ -142,7 +195,7 @@ def resolve_variant(variant: Variant, device_type: str) -> Variant:
     if device_type not in _DEVICE_DEFAULTS:
         raise UsageError(f"no routes for device type {device_type!r}", hint="use --device cpu or cuda")
     defaults = _DEVICE_DEFAULTS[device_type]
-    filled = {name: value for name, value in defaults.items() if getattr(variant, name) == AUTO}
+    filled: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(variant, name) == AUTO}
     resolved = replace(variant, **filled)
     from exl3_kernels.linear import parse_dispatch
 

@@ -84,11 +84,58 @@ def test_the_receipt_names_what_ran(run) -> None:
     assert receipt["floor"] == "reference-float32"
     assert identity["reference_precision"] == "bfloat16"
     launches = identity["arms"]["int8-embed"]["launches"]
-    assert sum(launch["count"] for launch in launches) == 14 * 32
+    assert sum(launch["count"] for launch in launches) == 15 * 32
     assert {launch["route"] for launch in launches} == {"reference"}
     assert identity["arms"]["reference"]["launches"] == []
     sizes = receipt["results"]["embedding_bytes"]
     assert sizes["int8-embed"]["run"] < 0.52 * sizes["base"]["run"]
+
+
+def test_controls_are_caught(run) -> None:
+    """One weight in 256 read a bit off, and logits rounded to BF16: both are worse, beyond any doubt."""
+    for variant in ("broken-window", "bf16-logits"):
+        receipt = json.loads(run(*_pair("--variant", variant, "--json")).out)
+        delta = receipt["results"]["comparison"]["paired"]["delta"]
+        assert delta["lower_bound"] > 0, variant
+    assert any("bfloat16 grid" in warning for warning in receipt["warnings"])
+
+
+def test_lanes_are_runs_of_their_own(run, tmp_path: Path) -> None:
+    lanes = ("--lane", "decode", "--rows", "1,5", "--decode-positions", "4", "--out", tmp_path / "run")
+    assert run(*_pair("--variant", "int8-embed", *lanes)).code == 0
+    for rows in (1, 5):
+        receipt = json.loads((tmp_path / "run" / f"decode-{rows}" / "receipt.json").read_text())
+        identity = receipt["identity"]
+        assert identity["lane"] == f"decode[{rows}]"
+        assert identity["tokens"]["first_scored"] == 12
+        assert {launch["rows_bucket"] for launch in identity["arms"]["base"]["launches"]} >= {rows}
+        assert receipt["results"]["arms"]["base"]["num_positions"] == 32 * 4
+        assert receipt["results"]["floors"]["lane_control"]["kl"] < 1e-6
+
+
+def test_the_identical_head_reads_exactly_zero(run) -> None:
+    """An arm that scores through the reference's head, on the reference's own model, is the reference."""
+    arguments = ("kld", "--model", REFERENCE, "--reference", REFERENCE, *SMALL, "--variant", "shared-head", "--json")
+    receipt = json.loads(run(*arguments).out)
+    for arm in ("base", "shared-head"):
+        assert receipt["results"]["arms"][arm]["kl"]["mean"] == 0.0
+    assert receipt["results"]["comparison"]["identical"] is True
+
+
+def test_a_route_that_never_ran_voids_the_claim(run, tmp_path: Path) -> None:
+    file = tmp_path / "claims.toml"
+    file.write_text(
+        'schema = "exl3eval/variant/1"\nname = "claims"\ndoc = "Claims."\nactivations = "float32"\n'
+        'linear = "1-8:fp16-staged,9-:reference"\nembedding = "stored"\nrequires = ["fp16-staged"]\n'
+    )
+    outcome = run(*_pair("--variant", file))
+    assert outcome.code == EXIT_INVALID
+    assert "declares route `fp16-staged`, which launched 0 times in lane prefill" in outcome.err
+    assert run(*_pair("--variant", file, "--lane", "decode", "--rows", "4", "--decode-positions", "4")).code == 0
+    file.write_text(file.read_text() + 'forbids = ["reference"]\n')
+    outcome = run(*_pair("--variant", file, "--lane", "decode", "--rows", "4", "--decode-positions", "4"))
+    assert outcome.code == EXIT_INVALID
+    assert "forbids route `reference`" in outcome.err
 
 
 def _damaged(tmp_path: Path, name: str) -> Path:
@@ -169,6 +216,11 @@ BAD = {
     "too many positions": (lambda t: _pair("--positions", "90000"), "90001"),
     "unknown split": (lambda t: _pair("--split", "secret"), "unknown split 'secret'"),
     "no such suite": (lambda t: _pair("--suite", t / "none"), "manifest.json"),
+    "unknown lane": (lambda t: _pair("--lane", "verify"), "unknown lane 'verify'"),
+    "no prefix": (
+        lambda t: _pair("--lane", "decode", "--decode-positions", "16"),
+        "lane decode[1] scores 16 of 16 positions",
+    ),
     "unknown device": (lambda t: _pair("--device", "tpu"), "'tpu'"),
     "absent GPU": (lambda t: _pair("--device", "cuda:77"), "'cuda:77' does not exist"),
     "unsupported device": (lambda t: _pair("--device", "meta"), "'meta' is not supported"),

@@ -51,6 +51,8 @@ def test_resolution_fills_and_keeps() -> None:
         ('activations = "float32"', "activations = 32", "`activations` is 32, expected a non-empty string"),
         ('name = "mine"', 'name = ""', "`name` is ''"),
         ('doc = "Mine."', "doc = [", "is not TOML"),
+        ('embedding = "stored"', 'embedding = "stored"\nlogits = "float8"', "`logits` is 'float8'"),
+        ('embedding = "stored"', 'embedding = "stored"\nrequires = "a"', "`requires` is 'a', expected a list"),
     ],
 )
 def test_malformed_files_say_what_is_wrong(old: str, new: str, reason: str) -> None:
@@ -62,6 +64,18 @@ def test_a_dispatch_that_does_not_parse_is_refused_before_any_work() -> None:
     variant = parse_variant(GOOD.replace("1-:reference", "1-8:reference"), where="x")
     with pytest.raises(UsageError, match="rows from 9 on are not served"):
         resolve_variant(variant, "cpu")
+
+
+def test_composition_joins_what_parts_change() -> None:
+    both = load_variant("int8-embed+bf16-logits")
+    assert both.name == "int8-embed+bf16-logits"
+    assert differing_fields(load_variant("base"), both) == ["embedding", "logits"]
+    staged = load_variant("int8-embed+fp16-staged")
+    assert (staged.requires, staged.embedding) == (("fp16-staged",), "int8")
+    with pytest.raises(UsageError, match="set `linear` differently"):
+        load_variant("fp16-staged+broken-window")
+    with pytest.raises(UsageError, match="unknown variant 'nonsense'"):
+        load_variant("int8-embed+nonsense")
 
 
 def test_names_are_suggested_and_files_are_read(tmp_path: Path) -> None:

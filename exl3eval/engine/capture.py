@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from exl3_kernels.routes import Launch, read_launches, reset_launches
+from exl3eval.engine.lanes import Lane
 from exl3eval.engine.model import ArmModel
 from exl3eval.engine.parallel import map_contexts
 from exl3eval.errors import UsageError
@@ -75,10 +76,20 @@ def _read_context(path: Path) -> tuple[torch.Tensor, dict[Launch, int]] | None:
     return hidden_TH, {Launch(*key): count for key, count in json.loads(metadata["launches"])}
 
 
+def _write_context(path: Path, hidden_SH: torch.Tensor, launches: dict[Launch, int]) -> None:
+    hidden_SH = hidden_SH.contiguous()
+    metadata = {
+        "sha256": _digest_tensor(hidden_SH),
+        "launches": json.dumps([[list(key), count] for key, count in sorted(launches.items())]),
+    }
+    write_atomic(path, save({"hidden": hidden_SH}, metadata=metadata))
+
+
 def capture_arm(
     model: ArmModel,
     contexts: list[tuple[str, torch.Tensor]],
     *,
+    lane: Lane,
     contract: dict[str, Any],
     cache_dir: Path,
     fresh: bool,
@@ -93,6 +104,8 @@ def capture_arm(
         The loaded arm.
     contexts : list of (str, Tensor)
         Digest of the ids, and int ids [T] that go in (the last target is not among them).
+    lane : Lane
+        How they are fed. A decode lane whose last batch is short fills it with the first contexts again.
     contract : dict
         Everything that may change a bit; its digest names the folder.
     cache_dir : Path
@@ -117,28 +130,29 @@ def capture_arm(
     if not (directory / "contract.json").exists():
         write_json(directory / "contract.json", contract)
 
-    def run_context(context: tuple[str, torch.Tensor]) -> tuple[dict[Launch, int], bool]:
-        ids_digest, ids_T = context
-        path = _path(directory, ids_digest)
-        found = None if fresh else _read_context(path)
-        if found is not None:
-            return found[1], True
+    def run_one_batch(batch: list[tuple[str, torch.Tensor]]) -> tuple[dict[Launch, int], bool]:
+        paths = [_path(directory, ids_digest) for ids_digest, _ in batch]
+        found = [None if fresh else _read_context(path) for path in paths]
+        if all(found):
+            return dict(sum((Counter(each[1]) for each in found if each), Counter())), True
         reset_launches()
-        hidden_TH = model.hidden_states(ids_T).cpu().contiguous()
+        filler = contexts * (lane.batch // len(contexts) + 1)
+        whole = (batch + filler)[: lane.batch]
+        hidden_BSH = model.run_lane(torch.stack([ids_T for _, ids_T in whole]), lane).cpu()
         counted = read_launches()
-        metadata = {
-            "sha256": _digest_tensor(hidden_TH),
-            "launches": json.dumps([[list(key), count] for key, count in sorted(counted.items())]),
-        }
-        write_atomic(path, save({"hidden": hidden_TH}, metadata=metadata))
+        for index, path in enumerate(paths):
+            _write_context(path, hidden_BSH[index], counted if index == 0 else {})
         return counted, False
 
-    outcomes = map_contexts(run_context, contexts, num_threads=num_threads)
-    for (_, ids_T), (counted, was_found) in zip(contexts, outcomes, strict=True):
+    batches = [contexts[start : start + lane.batch] for start in range(0, len(contexts), lane.batch)]
+    outcomes = map_contexts(run_one_batch, batches, num_threads=num_threads)
+    for batch, (counted, was_found) in zip(batches, outcomes, strict=True):
         launches.update(counted)
-        resumed += was_found
-        on_context(len(ids_T))
-    again_TH = model.hidden_states(contexts[0][1]).cpu()
+        resumed += len(batch) * was_found
+        on_context(sum(len(ids_T) for _, ids_T in batch))
+    filled = (contexts * lane.batch)[: lane.batch]
+    ids_BT = torch.stack([ids_T for _, ids_T in filled])
+    (again_TH,) = map_contexts(lambda ids: model.run_lane(ids, lane)[0].cpu(), [ids_BT], num_threads=1)
     first = _read_context(_path(directory, contexts[0][0]))
     if first is None:
         raise UsageError(

@@ -20,6 +20,7 @@ from exl3_kernels.embedding import Int8Embedding
 from exl3_kernels.linear import Exl3Linear
 from exl3eval.checkpoint.directory import Checkpoint
 from exl3eval.engine.head import Head, make_head
+from exl3eval.engine.lanes import Lane, run_batch
 from exl3eval.engine.placement import Placement, fill_parameters, place_exl3_modules, replace_module
 from exl3eval.errors import CheckpointError, InvalidRunError
 from exl3eval.variant import Variant
@@ -45,7 +46,6 @@ class ArmModel:
     embedding_bytes: EmbeddingBytes
     attention: str
 
-    @torch.inference_mode()
     def hidden_states(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Run one context in one prefill: int [T] -> [T, H], in the dtype that the model emits.
 
@@ -54,15 +54,24 @@ class ArmModel:
         InvalidRunError
             If a hidden state is not finite.
         """
-        output = self.decoder(input_ids=ids_T.to(self.device)[None].long(), use_cache=False)
-        hidden_TH = output.last_hidden_state[0]
-        if not bool(torch.isfinite(hidden_TH).all()):
-            row = int(torch.nonzero(~torch.isfinite(hidden_TH).all(dim=1))[0])
+        return self.run_lane(ids_T[None], Lane(kind="prefill"))[0]
+
+    def run_lane(self, ids_BT: torch.Tensor, lane: Lane) -> torch.Tensor:
+        """Run a batch of contexts through a lane: int [B, T] -> [B, S, H] of its scored positions.
+
+        Raises
+        ------
+        InvalidRunError
+            If a hidden state is not finite.
+        """
+        hidden_BSH = run_batch(self.decoder, ids_BT.to(self.device), lane)
+        finite_S = torch.isfinite(hidden_BSH).all(dim=2).all(dim=0)
+        if not bool(finite_S.all()):
             raise InvalidRunError(
-                f"hidden states are not finite from position {row} on",
+                f"hidden states are not finite from position {int(torch.nonzero(~finite_S)[0])} on",
                 hint="activations overflowed or the checkpoint is damaged; no number is reported",
             )
-        return hidden_TH
+        return hidden_BSH
 
 
 def _load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

@@ -37,6 +37,7 @@ class Placed:
     context: str
     cluster: str
     stratum: str
+    first: int
     targets: np.ndarray
     divergences: Divergences
 
@@ -49,7 +50,7 @@ def build_table(placed: list[Placed]) -> pa.Table:
         count = len(block.targets)
         for name in LABELS:
             labels[name].append(np.repeat(getattr(block, name), count))
-        columns["position"].append(np.arange(count))
+        columns["position"].append(np.arange(block.first, block.first + count))
         columns["target"].append(block.targets)
         for name in MEASURES:
             columns[name].append(getattr(block.divergences, name).numpy())

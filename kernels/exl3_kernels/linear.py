@@ -8,9 +8,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from exl3_kernels.reconstruct import dense_weight
+from exl3_kernels.codebook import codebook_values
+from exl3_kernels.hadamard import hadamard_128
+from exl3_kernels.reconstruct import dense_weight, linear_staged
 from exl3_kernels.routes import Route, count_launch, parse_dispatch, register_route, select_route
+from exl3_kernels.trellis import tiles_to_matrix, unpack_states
 from exl3_kernels.weight import Exl3Weight
+
+BROKEN_POSITION = 37
 
 
 def _run_reference(
@@ -31,6 +36,43 @@ register_route(
         rejects=lambda weight, rows, device: "",
         run=_run_reference,
         needs_dense=True,
+    )
+)
+
+
+def _run_fp16_staged(
+    x_Mk: torch.Tensor, weight: Exl3Weight, dense_kn: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return linear_staged(x_Mk.half(), weight, out_dtype=torch.float32, accumulate=torch.float32).to(out_dtype)
+
+
+register_route(
+    Route(
+        name="fp16-staged",
+        doc="Upstream's stages in torch: rotated input rounded to FP16, FP32 sums, FP32 output transform; any device.",
+        rejects=lambda weight, rows, device: "",
+        run=_run_fp16_staged,
+    )
+)
+
+
+def _run_broken_window(
+    x_Mk: torch.Tensor, weight: Exl3Weight, dense_kn: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    states = unpack_states(weight.trellis)
+    states[..., BROKEN_POSITION] = (states[..., BROKEN_POSITION] << 1) & 0xFFFF
+    values = codebook_values(weight.codebook, weight.multiplier, device=states.device)[states.long()]
+    rotated = hadamard_128(x_Mk.float() * weight.suh.float())
+    y_Mn = hadamard_128(rotated @ tiles_to_matrix(values).float()) * weight.svh.float()
+    return (y_Mn if weight.bias is None else y_Mn + weight.bias.float()).to(out_dtype)
+
+
+register_route(
+    Route(
+        name="broken-window",
+        doc="A control that must be caught: position 37 of every tile reads a window that is off by one bit.",
+        rejects=lambda weight, rows, device: "",
+        run=_run_broken_window,
     )
 )
 

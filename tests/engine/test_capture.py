@@ -8,11 +8,13 @@ from tiny_models import VOCAB, llama_tensors, tiny_config, write_model
 
 from exl3eval.checkpoint.directory import open_checkpoint
 from exl3eval.engine.capture import Capture, capture_arm
+from exl3eval.engine.lanes import Lane
 from exl3eval.engine.model import ArmModel, load_arm
 from exl3eval.errors import InvalidRunError, UsageError
 from exl3eval.variant import Variant
 
 BASE = Variant(name="base", doc="x", activations="float32", linear="1-:reference", embedding="stored")
+PREFILL = Lane(kind="prefill")
 CONTEXTS = [(f"{index:x}" * 64, torch.arange(index, index + 12) % VOCAB) for index in range(1, 5)]
 
 
@@ -29,11 +31,13 @@ def _capture(
     contract: str = "a",
     fresh: bool = False,
     num_threads: int = 1,
+    lane: Lane = PREFILL,
     on_context=lambda n: None,
 ) -> Capture:
     return capture_arm(
         model,
         CONTEXTS,
+        lane=lane,
         contract={"is": contract},
         cache_dir=cache,
         fresh=fresh,
