@@ -15,6 +15,8 @@ import typer
 from exl3eval import __version__
 from exl3eval.errors import EXIT_USAGE, Exl3EvalError
 from exl3eval.gate import commands as gate_commands
+from exl3eval.kernel_bench import commands as bench_commands
+from exl3eval.report import commands as report_commands
 
 app = typer.Typer(
     help="Did this EXL3 kernel or quantizer change the model, by how much, and can I ship it?",
@@ -25,7 +27,11 @@ app = typer.Typer(
 )
 contexts_app = typer.Typer(help="The held-out contexts.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(contexts_app, name="contexts")
+kernels_app = typer.Typer(help="The kernel stack.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(kernels_app, name="kernels")
 gate_commands.register(app)
+bench_commands.register(kernels_app)
+report_commands.register(app)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
@@ -150,6 +156,47 @@ def kld(
             _print(receipt_tables(receipt))
     if as_json:
         _print_json(receipts[0] if len(receipts) == 1 else receipts)
+
+
+@app.command()
+def verify(run: Annotated[Path, typer.Argument(help="A folder written by `exl3eval kld --out`.")]) -> None:
+    """Check every digest of a run and compute every number again from its positions; needs no model."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from exl3eval.settings import load_settings
+    from exl3eval.verify import verify_run
+
+    with ThreadPoolExecutor(max_workers=load_settings().num_threads) as pool:
+        receipt, arms = verify_run(run, executor=pool)
+    rows = {name: table.num_rows for name, table in arms.items()}
+    _print_json({"verified": True, "results_digest": receipt["results_digest"], "positions": rows})
+
+
+@app.command()
+def compare(
+    left: Annotated[Path, typer.Argument(help="The run taken as baseline.")],
+    right: Annotated[Path, typer.Argument(help="The run compared with it.")],
+    declare: Annotated[
+        list[str] | None, typer.Option(help="A field of the identity that may differ, such as identity.device.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Pair the variants of two runs; anything that differs and is not declared refuses the comparison."""
+    from dataclasses import asdict
+
+    from exl3eval.crossrun import StoredRun, compare_runs
+    from exl3eval.present import paired_table, rows_table
+    from exl3eval.verify import verify_run
+
+    runs = [StoredRun(receipt=receipt, arms=arms) for receipt, arms in (verify_run(left), verify_run(right))]
+    differences, comparison = compare_runs(runs[0], runs[1], declared=declare or [])
+    if as_json:
+        _print_json({"differences": [asdict(d) for d in differences], "comparison": asdict(comparison)})
+        return
+    if differences:
+        rows = [(d.field, str(d.left), str(d.right)) for d in differences]
+        _print(rows_table(("declared difference", left.name, right.name), rows))
+    _print(paired_table(asdict(comparison)))
 
 
 @app.command()

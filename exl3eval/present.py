@@ -53,8 +53,8 @@ def _arm_table(receipt: dict[str, Any]) -> Table:
     return table
 
 
-def _paired_table(receipt: dict[str, Any]) -> Table:
-    comparison = receipt["results"]["comparison"]
+def paired_table(comparison: dict[str, Any]) -> Table:
+    """Render a variant against its baseline."""
     paired = comparison["paired"]
     delta, signs = paired["delta"], paired["by_context"]
     title = f"{comparison['variant']} minus {comparison['baseline']}, paired by context"
@@ -94,7 +94,7 @@ def receipt_tables(receipt: dict[str, Any]) -> RenderableType:
     if before != after:
         lines.append(f"input embedding: {_bytes(before)} -> {_bytes(after)} ({after / before:.1%})")
     warnings = [Text(f"warning: {warning}", style="yellow") for warning in receipt["warnings"]]
-    return Group(*(Text(line) for line in lines), _arm_table(receipt), _paired_table(receipt), *warnings)
+    return Group(*(Text(line) for line in lines), _arm_table(receipt), paired_table(results["comparison"]), *warnings)
 
 
 def inventory_report(inventory: Inventory) -> RenderableType:

@@ -11,14 +11,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from exl3eval.checkpoint.inspect import inventory
 from exl3eval.errors import UsageError
 from exl3eval.records import digest_file, digest_value, write_json
 from exl3eval.run import REFERENCE, ArmRecord, KldRun, lane_control_name
-from exl3eval.score.positions import write_positions
+from exl3eval.score.positions import write_table
 
 SCHEMA = "exl3eval/receipt/1"
 RECEIPT_FILE = "receipt.json"
 POSITIONS_FILE = "positions.parquet"
+CANDIDATES_FILE = "candidates.parquet"
 
 
 def _arm_identity(record: ArmRecord) -> dict[str, Any]:
@@ -43,9 +45,19 @@ def build_results(run: KldRun) -> dict[str, Any]:
             "lane_control": _lane_control(run),
             "repeat_difference": {name: record.capture.repeat_difference for name, record in run.arms.items()},
         },
+        "sizes": {name: _sizes(record) for name, record in run.arms.items()},
         "embedding_bytes": {name: asdict(record.embedding_bytes) for name, record in run.arms.items()},
         "logit_grid": dict(run.scores.grids),
         "cut_mass": dict(run.scores.cut_mass),
+    }
+
+
+def _sizes(record: ArmRecord) -> dict[str, Any]:
+    found = inventory(record.spec.checkpoint)
+    return {
+        "checkpoint_bytes": found.exl3_bytes + found.plain_bytes,
+        "body_bpw": found.body_bpw,
+        "head_bpw": found.head_bpw,
     }
 
 
@@ -137,20 +149,25 @@ def check_output_folder(out: Path) -> None:
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out.name} is a file", hint="give a folder")
-    for name in (RECEIPT_FILE, POSITIONS_FILE):
+    for name in (RECEIPT_FILE, POSITIONS_FILE, CANDIDATES_FILE):
         if (out / name).exists():
             raise UsageError(f"--out already holds {name}; receipts are immutable", hint="choose another folder")
 
 
 def write_run(out: Path, run: KldRun) -> dict[str, Any]:
-    """Write positions, then the receipt that names their digest; return the receipt.
+    """Write positions and the worst contexts' candidates, then the receipt that names their digests; return it.
 
     Raises
     ------
     UsageError
         If either exists or the disk refuses the write.
     """
-    write_positions(out / POSITIONS_FILE, run.table)
-    receipt = {**build_receipt(run), "positions_sha256": digest_file(out / POSITIONS_FILE)}
+    write_table(out / POSITIONS_FILE, run.table)
+    write_table(out / CANDIDATES_FILE, run.candidates)
+    receipt = {
+        **build_receipt(run),
+        "positions_sha256": digest_file(out / POSITIONS_FILE),
+        "candidates_sha256": digest_file(out / CANDIDATES_FILE),
+    }
     write_json(out / RECEIPT_FILE, receipt, exclusive=True)
     return receipt

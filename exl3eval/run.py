@@ -34,10 +34,12 @@ from exl3eval.engine.capture import Capture, capture_arm
 from exl3eval.engine.device import pin_arithmetic, resolve_device
 from exl3eval.engine.lanes import Lane
 from exl3eval.engine.model import EmbeddingBytes, load_arm
+from exl3eval.engine.placement import check_routes
 from exl3eval.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
 from exl3eval.errors import InvalidRunError, UsageError
 from exl3eval.identity import code_identity, device_identity, engine_contract_digest
 from exl3eval.progress import Reporter
+from exl3eval.score.candidates import list_candidates
 from exl3eval.score.positions import build_table, split_arms
 from exl3eval.score.scoring import ScoredArm, ScoredContext, Scores, score_arms
 from exl3eval.suite.load import Suite, load_suite
@@ -130,6 +132,7 @@ class KldRun:
     arms: dict[str, ArmRecord]
     scores: Scores
     table: pa.Table
+    candidates: pa.Table
     summaries: dict[str, ArmSummary]
     comparison: Comparison
     resampling: Resampling
@@ -279,7 +282,8 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
     pin_arithmetic()
     device = resolve_device(request.device)
     variants = {name: load_variant(name) for name in dict.fromkeys((request.baseline, request.variant))}
-    resolved = {name: resolve_variant(variant, device.type) for name, variant in variants.items()}
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    resolved = {name: resolve_variant(variant, device.type, gpu=gpu) for name, variant in variants.items()}
     _check_lane(request, variants.values())
     model_dir, reference_dir = _model_directories(request)
     model, reference = open_checkpoint(model_dir), open_checkpoint(reference_dir)
@@ -290,6 +294,8 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
         )
     if model.quant_method not in (None, "exl3"):
         raise UsageError(f"{model_dir.name} is quantized as {model.quant_method}", hint="give an EXL3 directory")
+    for variant in resolved.values():
+        check_routes(model, variant.linear, device)
     vocabulary = read_vocabulary(reference_dir)
     check_same_vocabulary(vocabulary, read_vocabulary(model_dir))
     suite = load_suite(request.suite)
@@ -331,7 +337,12 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
     arms = {name: arm for name, arm in scored.items() if name != REFERENCE}
     with reporter.phase("score", len(contexts) * (request.num_positions - first), "positions") as advance:
         scores = score_arms(
-            scored[REFERENCE], arms, contexts, reference_name=REFERENCE, num_threads=num_threads, on_context=advance
+            scored[REFERENCE],
+            arms,
+            contexts,
+            reference_name=REFERENCE,
+            num_threads=num_threads if device.type == "cpu" else 1,
+            on_context=advance,
         )
     records = {
         name: replace(record, launches=dict(Counter(record.launches) + Counter(scores.launches[name])))
@@ -351,6 +362,7 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
         num_threads=num_threads,
         reporter=reporter,
     )
+    worst = {each.context for name in (baseline_name, variant_name) for each in summaries[name].worst}
     return KldRun(
         request=request,
         suite=suite,
@@ -359,6 +371,7 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
         arms=records,
         scores=scores,
         table=table,
+        candidates=list_candidates(scored, [context for context in contexts if context.name in worst]),
         summaries=summaries,
         comparison=comparison,
         resampling=resampling,

@@ -19,12 +19,13 @@ SCHEMA = "exl3eval/variant/1"
 AUTO = "auto"
 ACTIVATIONS = ("float32", "bfloat16", "float16")
 EMBEDDINGS = ("stored", "int8")
+MEASURED = "measured"
 LOGITS = ("float32", "bfloat16")
 HEADS = ("own", "reference")
 LISTS = ("requires", "forbids", "lanes")
 _DEVICE_DEFAULTS = {
     "cpu": {"activations": "float32", "linear": "1-:reference"},
-    "cuda": {"activations": "float32", "linear": "1-:reference"},
+    "cuda": {"activations": "float32", "linear": MEASURED},
 }
 
 
@@ -41,7 +42,8 @@ class Variant:
     activations : str
         Dtype of the residual stream: `float32`, `bfloat16`, `float16`, or `auto` for the device's default.
     linear : str
-        Dispatch of the EXL3 linears, `first-last:route,...` over row counts, or `auto`.
+        Dispatch of the EXL3 linears, `first-last:route,...` over row counts; `measured` for this GPU's table of
+        crossovers; or `auto`.
     embedding : str
         `stored`, or `int8` for the per-row int8 overlay of the input embedding.
     head : str
@@ -184,8 +186,17 @@ def _compose(parts: list[Variant]) -> Variant:
     return replace(base, **changes)
 
 
-def resolve_variant(variant: Variant, device_type: str) -> Variant:
+def resolve_variant(variant: Variant, device_type: str, *, gpu: str | None = None) -> Variant:
     """Fill what the variant leaves to the device, and check the dispatch.
+
+    Parameters
+    ----------
+    variant : Variant
+        As declared.
+    device_type : str
+        `cpu` or `cuda`.
+    gpu : str or None
+        Name of the GPU, whose table of crossovers `measured` means; the resolution names the table by its digest.
 
     Raises
     ------
@@ -197,6 +208,15 @@ def resolve_variant(variant: Variant, device_type: str) -> Variant:
     defaults = _DEVICE_DEFAULTS[device_type]
     filled: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(variant, name) == AUTO}
     resolved = replace(variant, **filled)
+    if resolved.linear == MEASURED:
+        if device_type != "cuda":
+            raise UsageError(
+                f"variant {variant.name!r}: `linear` is {MEASURED!r}, which needs a GPU", hint="use --device cuda"
+            )
+        from exl3_kernels.dispatch import shipped_table
+
+        table = shipped_table(gpu or "")
+        return replace(resolved, linear=f"{MEASURED}:{table.sha256[:16] if table else 'unmeasured-gpu'}")
     from exl3_kernels.linear import parse_dispatch
 
     try:

@@ -221,6 +221,8 @@ BAD = {
         lambda t: _pair("--lane", "decode", "--decode-positions", "16"),
         "lane decode[1] scores 16 of 16 positions",
     ),
+    "GPU route on a CPU": (lambda t: _pair("--variant", "shared-decode"), "route `shared-decode` cannot serve lm_head"),
+    "wrong lane": (lambda t: _pair("--variant", "prefill-fused", "--lane", "decode"), "says nothing in lane decode[1]"),
     "unknown device": (lambda t: _pair("--device", "tpu"), "'tpu'"),
     "absent GPU": (lambda t: _pair("--device", "cuda:77"), "'cuda:77' does not exist"),
     "unsupported device": (lambda t: _pair("--device", "meta"), "'meta' is not supported"),

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from exl3_kernels.dispatch import dispatch_for
 from exl3_kernels.experts import Exl3Experts, Expert
 from exl3_kernels.linear import Exl3Linear, FusedExl3Linear, SummedExl3Linear
+from exl3_kernels.routes import ROUTES, parse_dispatch
+from exl3_kernels.weight import Exl3Weight
 from exl3eval.checkpoint.directory import Checkpoint
 from exl3eval.checkpoint.load import load_plain, load_weight
 from exl3eval.checkpoint.modules import slice_groups
-from exl3eval.errors import CheckpointError
+from exl3eval.errors import CheckpointError, UsageError
+from exl3eval.variant import MEASURED
 
 FUSIONS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -39,7 +43,7 @@ class Placement:
     checkpoint : Checkpoint
         The opened EXL3 directory.
     dispatch : str
-        Routes of every linear.
+        Routes of every linear, or `measured...` for the table of this GPU.
     device : device
         Where tensors go.
     """
@@ -56,15 +60,49 @@ class Placement:
         CheckpointError
             If the stored widths or the routes do not fit.
         """
+        weight = load_weight(self.checkpoint, key, self.device)
         try:
             return Exl3Linear(
-                load_weight(self.checkpoint, key, self.device),
-                dispatch=self.dispatch,
+                weight,
+                dispatch=self._dispatch_of(weight),
                 in_features=in_features,
                 out_features=out_features,
             )
         except ValueError as error:
             raise CheckpointError(f"{key}: {error}", hint="the configuration belongs to another model?") from error
+
+    def _dispatch_of(self, weight: Exl3Weight) -> str:
+        if not self.dispatch.startswith(MEASURED):
+            return self.dispatch
+        gpu = torch.cuda.get_device_name(self.device)
+        return dispatch_for(gpu, weight.in_features, weight.out_features, weight.bits)
+
+
+def check_routes(checkpoint: Checkpoint, dispatch: str, device: torch.device) -> None:
+    """Refuse routes that a device or a stored module does not suit, from headers alone.
+
+    Raises
+    ------
+    UsageError
+        Naming the route, the module and the reason.
+    """
+    if dispatch.startswith(MEASURED):
+        return
+    for module in checkpoint.modules.values():
+        k, n = module.in_features, module.out_features
+        weight = Exl3Weight(
+            trellis=torch.empty(k // 16, n // 16, 16 * module.bits, dtype=torch.int16, device="meta"),
+            suh=torch.empty(k, dtype=torch.float16, device="meta"),
+            svh=torch.empty(n, dtype=torch.float16, device="meta"),
+            codebook=module.codebook,
+            multiplier=module.multiplier,
+        )
+        for row_range in parse_dispatch(dispatch):
+            if reason := ROUTES[row_range.route].rejects(weight, row_range.first, device.type):
+                raise UsageError(
+                    f"route `{row_range.route}` cannot serve {module.key} on {device}: {reason}",
+                    hint="choose another --variant or --device; `exl3eval variants` lists the routes",
+                )
 
 
 def model_name(name: str) -> str:

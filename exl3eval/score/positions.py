@@ -61,8 +61,8 @@ def build_table(placed: list[Placed]) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=ARROW_SCHEMA)
 
 
-def write_positions(path: Path, table: pa.Table) -> None:
-    """Write the table as Parquet, atomically; the bytes depend on the rows alone.
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table as Parquet, atomically; the bytes depend on the rows alone.
 
     Raises
     ------
@@ -100,5 +100,7 @@ def read_positions(path: Path) -> pa.Table:
 def split_arms(table: pa.Table) -> Mapping[str, pa.Table]:
     """Return each arm's rows, in the file's order of arms."""
     arms = table["arm"].combine_chunks()
-    names = arms.to_numpy(zero_copy_only=False)
-    return {name: table.filter(pa.array(names == name)) for name in dict.fromkeys(names)}
+    encoded = arms if pa.types.is_dictionary(arms.type) else arms.dictionary_encode()
+    codes, names = encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
+    order = codes[np.sort(np.unique(codes, return_index=True)[1])]
+    return {names[code]: table.filter(pa.array(codes == code)) for code in order}

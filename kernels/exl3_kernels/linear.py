@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from exl3_kernels import gpu_routes as _gpu_routes  # noqa: F401  registers the routes of NVIDIA GPUs
 from exl3_kernels.codebook import codebook_values
 from exl3_kernels.hadamard import hadamard_128
 from exl3_kernels.reconstruct import dense_weight, linear_staged

@@ -12,7 +12,7 @@ from exl3eval.errors import InvalidRunError, UsageError
 from exl3eval.gate.checks import check_context_order, check_one_design, list_differences
 from exl3eval.gate.evidence import read_run
 from exl3eval.records import digest_value
-from exl3eval.score.positions import split_arms, write_positions
+from exl3eval.score.positions import split_arms, write_table
 from exl3eval.suite.context import Context, Suite, suite_digest
 
 
@@ -27,7 +27,7 @@ def edit_receipt(folder: Path, change, *, redigest: bool = False) -> None:
 def rewrite(folder: Path, arms) -> Path:
     """Replace the positions and write a receipt that fits them."""
     (folder / "positions.parquet").unlink()
-    write_positions(folder / "positions.parquet", build_table(arms))
+    write_table(folder / "positions.parquet", build_table(arms))
     write_receipt(folder, arms, "variant")
     return folder
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from exl3eval.identity import source_digest
 from exl3eval.records import digest_file, digest_value
-from exl3eval.score.positions import ARROW_SCHEMA, write_positions
+from exl3eval.score.positions import ARROW_SCHEMA, write_table
 
 FLOOR = "reference-bfloat16"
 
@@ -59,7 +59,7 @@ def write_run(
 ) -> Path:
     """Write the baseline, the floor and one variant as a run; `identity` replaces fields of the identity."""
     chosen = {name: arms[name] for name in (FLOOR, "base", variant)}
-    write_positions(folder / "positions.parquet", build_table(chosen))
+    write_table(folder / "positions.parquet", build_table(chosen))
     write_receipt(folder, chosen, variant, **identity)
     return folder
 

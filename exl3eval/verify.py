@@ -1,0 +1,128 @@
+"""Believing a run folder: digests first, then every number of the results computed again from the positions.
+
+What this does not claim: that the positions are what the model produced; only running it again shows that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from exl3eval.compare import Resampling, check_sanity, compare_arms, summarise_arm
+from exl3eval.errors import InvalidRunError, UsageError
+from exl3eval.receipt import POSITIONS_FILE, RECEIPT_FILE, SCHEMA
+from exl3eval.records import canonical_json, digest_file, digest_value, read_json
+from exl3eval.score.positions import read_positions, split_arms
+
+RELATIVE, ABSOLUTE = 1e-9, 1e-15
+_RUN_AGAIN = "run `exl3eval kld --out` again; a stored run is never edited"
+
+
+def verify_run(folder: Path, *, executor: Executor | None = None) -> tuple[dict[str, Any], Mapping[str, pa.Table]]:
+    """Read a run and check it; return its receipt and each arm's positions.
+
+    Raises
+    ------
+    UsageError
+        If the folder holds no run, or a run of another schema.
+    InvalidRunError
+        If a digest does not match, or a number is not what the positions give.
+    """
+    for name in (RECEIPT_FILE, POSITIONS_FILE):
+        if not (folder / name).is_file():
+            raise UsageError(f"{folder.name} holds no {name}", hint="give a folder written by `exl3eval kld --out`")
+    try:
+        receipt = read_json(folder / RECEIPT_FILE)
+    except UsageError as error:
+        raise InvalidRunError(error.message, hint=_RUN_AGAIN) from error
+    schema = receipt.get("schema") if isinstance(receipt, dict) else None
+    if schema != SCHEMA:
+        raise UsageError(f"{RECEIPT_FILE} has schema {schema!r}, expected {SCHEMA!r}", hint=_RUN_AGAIN)
+    try:
+        _check_digest("positions_sha256", receipt["positions_sha256"], digest_file(folder / POSITIONS_FILE))
+        for field in ("identity", "results"):
+            _check_digest(f"{field}_digest", receipt[f"{field}_digest"], digest_value(receipt[field]))
+        arms = split_arms(read_positions(folder / POSITIONS_FILE))
+        _check_rows(receipt, arms)
+        stored = {
+            "arms": receipt["results"]["arms"],
+            "comparison": receipt["results"]["comparison"],
+            "floors": {name: receipt["results"]["floors"].get(name) for name in ("reference_rounding", "lane_control")},
+        }
+        fresh = recompute_results(receipt, arms, executor=executor)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidRunError(f"{RECEIPT_FILE} lacks or misuses {error}", hint=_RUN_AGAIN) from error
+    if difference := first_difference(stored, fresh):
+        raise InvalidRunError(f"{RECEIPT_FILE} is not what its positions give: {difference}", hint=_RUN_AGAIN)
+    return receipt, arms
+
+
+def recompute_results(
+    receipt: Mapping[str, Any], arms: Mapping[str, pa.Table], *, executor: Executor | None = None
+) -> dict[str, Any]:
+    """Compute every number of a receipt that comes from positions, as plain JSON values.
+
+    Raises
+    ------
+    InvalidRunError
+        If an arm is broken rather than lossy.
+    """
+    resampling = Resampling(**receipt["resampling"])
+    baseline, variant, floor = receipt["baseline"], receipt["variant"], receipt["floor"]
+    summaries = {name: summarise_arm(name, rows, resampling, executor=executor) for name, rows in arms.items()}
+    check_sanity(list(summaries.values()), receipt["identity"]["vocabulary"]["size"])
+    comparison = compare_arms((baseline, arms[baseline]), (variant, arms[variant]), resampling, executor=executor)
+    control = receipt["results"]["floors"].get("lane_control")
+    floors = {"reference_rounding": floor, "lane_control": control["arm"] if control else None}
+    results = {
+        "arms": {name: asdict(summary) for name, summary in summaries.items()},
+        "comparison": asdict(comparison),
+        "floors": {name: {"arm": arm, "kl": summaries[arm].kl.mean} if arm else None for name, arm in floors.items()},
+    }
+    return json.loads(canonical_json(results))
+
+
+def first_difference(stored: Any, fresh: Any, where: str = "results") -> str | None:
+    """Name the first value that differs: numbers beyond rounding of another machine's sums, all else exactly."""
+    if isinstance(stored, dict) and isinstance(fresh, dict):
+        if odd := sorted(stored.keys() ^ fresh.keys()):
+            return f"{where} has {odd[0]!r} on one side only"
+        pairs = [(f"{where}.{key}", stored[key], fresh[key]) for key in stored]
+    elif isinstance(stored, list) and isinstance(fresh, list):
+        if len(stored) != len(fresh):
+            return f"{where} has {len(stored)} entries, expected {len(fresh)}"
+        pairs = [(f"{where}[{i}]", left, right) for i, (left, right) in enumerate(zip(stored, fresh, strict=True))]
+    elif isinstance(stored, float) and isinstance(fresh, float):
+        same = math.isclose(stored, fresh, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return None if same else f"{where} is {stored}, expected {fresh}"
+    else:
+        same = stored == fresh and type(stored) is type(fresh)
+        return None if same else f"{where} is {stored!r}, expected {fresh!r}"
+    return next((found for place, left, right in pairs if (found := first_difference(left, right, place))), None)
+
+
+def _check_digest(field: str, stored: str, fresh: str) -> None:
+    if stored != fresh:
+        raise InvalidRunError(f"{field} is {stored[:16]}, expected {fresh[:16]}: the run was altered", hint=_RUN_AGAIN)
+
+
+def _check_rows(receipt: Mapping[str, Any], arms: Mapping[str, pa.Table]) -> None:
+    tokens = receipt["identity"]["tokens"]
+    expected = tokens["num_contexts"] * (tokens["positions_per_context"] - tokens.get("first_scored", 0))
+    declared = set(receipt["identity"]["arms"]) - {receipt["reference"]}
+    if set(arms) != declared:
+        raise InvalidRunError(
+            f"{POSITIONS_FILE} holds arms {sorted(arms)}, the receipt {sorted(declared)}", hint=_RUN_AGAIN
+        )
+    for name, rows in arms.items():
+        if rows.num_rows != expected:
+            raise InvalidRunError(
+                f"arm `{name}` has {rows.num_rows} positions, the receipt says {expected}", hint=_RUN_AGAIN
+            )

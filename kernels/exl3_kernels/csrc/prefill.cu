@@ -1,0 +1,111 @@
+// The entry points of the prefill routes: reconstruct weights, finish rotated sums, quantize rows to E4M3.
+#include <cuda_fp8.h>
+
+#include "reconstruct.h"
+#include "transform.cuh"
+
+namespace exl3 {
+namespace {
+
+constexpr float kLargestE4M3 = 448.0f;
+
+template <typename Out, typename Bias>
+__global__ void unrotate_kernel(const float* sums, const __half* svh, const Bias* bias, Out* y, int64_t row_stride,
+                                int rows, int columns) {
+    const int warp = (blockIdx.x * kRowThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    const int blocks = columns / kBlock;
+    const int row = warp / blocks, column = warp % blocks * kBlock + lane * 4;
+    if (row >= rows) return;
+    float v[4];
+    load_four(sums + static_cast<int64_t>(row) * columns + column, v);
+    finish(v, svh, bias, y + row * row_stride + column, column);
+}
+
+// One thread block per row: scale = largest magnitude / 448 (or the given one), values = RN(x / scale) in E4M3.
+template <typename In>
+__global__ void quantize_kernel(const In* x, int64_t row_stride, const float* given_scale, float* scales,
+                                __nv_fp8x4_e4m3* out, int k) {
+    __shared__ float largest[kRowThreads / 32];
+    const In* from = x + blockIdx.x * row_stride;
+    float scale;
+    if (given_scale != nullptr) {
+        scale = *given_scale;
+    } else {
+        float most = 0.0f;
+        for (int i = threadIdx.x * 4; i < k; i += kRowThreads * 4) {
+            float v[4];
+            load_four(from + i, v);
+            most = fmaxf(most, fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3]))));
+        }
+        for (int distance = 16; distance > 0; distance /= 2)
+            most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, distance));
+        if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
+        __syncthreads();
+        for (int w = 0; w < kRowThreads / 32; ++w) most = fmaxf(most, largest[w]);
+        scale = most > 0.0f ? most / kLargestE4M3 : 1.0f;
+        if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+    }
+    __nv_fp8x4_e4m3* to = out + static_cast<int64_t>(blockIdx.x) * (k / 4);
+    for (int i = threadIdx.x * 4; i < k; i += kRowThreads * 4) {
+        float v[4];
+        load_four(from + i, v);
+        to[i / 4] = __nv_fp8x4_e4m3(make_float4(v[0] / scale, v[1] / scale, v[2] / scale, v[3] / scale));
+    }
+}
+
+}  // namespace
+}  // namespace exl3
+
+using namespace exl3;
+
+extern "C" {
+
+// Writes columns first_column .. first_column + columns - 1 of a [k, n] weight as `kind` (see Kind), [columns, k].
+int exl3_reconstruct(const void* trellis, const void* suh, const void* svh, const void* norm, void* out, int kind,
+                     int first_column, int columns, int k, int n, int bits, int codebook, void* stream) {
+    ReconstructArgs args;
+    args.trellis = static_cast<const uint8_t*>(trellis);
+    args.suh = static_cast<const __half*>(suh);
+    args.svh = static_cast<const __half*>(svh) + first_column;
+    args.norm = static_cast<const float*>(norm);
+    args.out = out;
+    args.first_block = first_column / kBlock;
+    args.blocks = n / kBlock;
+    args.k = k;
+    switch (bits) {
+#define EXL3_CASE(K) \
+    case K: return launch_reconstruct<K>(args, kind, codebook, columns / kBlock, static_cast<cudaStream_t>(stream));
+        EXL3_CASE(1) EXL3_CASE(2) EXL3_CASE(3) EXL3_CASE(4) EXL3_CASE(5) EXL3_CASE(6) EXL3_CASE(7) EXL3_CASE(8)
+#undef EXL3_CASE
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+// y = (sums H) svh + bias for contiguous fp32 sums [rows, columns]; svh, bias and y start at the slice's first column.
+int exl3_unrotate(const void* sums, const void* svh, const void* bias, int bias_type, void* y, int y_type,
+                  int64_t row_stride, int rows, int columns, void* stream) {
+    return with_type(y_type, [&](auto* out) {
+        return with_type(bias_type, [&](auto* added) {
+            using Out = std::remove_pointer_t<decltype(out)>;
+            using Bias = std::remove_pointer_t<decltype(added)>;
+            return launch(unrotate_kernel<Out, Bias>,
+                          dim3(warps_to_blocks(static_cast<int64_t>(rows) * (columns / kBlock))), kRowThreads, 0, false,
+                          static_cast<cudaStream_t>(stream), static_cast<const float*>(sums),
+                          static_cast<const __half*>(svh), static_cast<const Bias*>(bias), static_cast<Out*>(y),
+                          row_stride, rows, columns);
+        });
+    });
+}
+
+// `given_scale` is a float on the device or null for one scale per row.
+int exl3_quantize(const void* x, int x_type, int64_t row_stride, const void* given_scale, void* scales, void* out,
+                  int rows, int k, void* stream) {
+    return with_type(x_type, [&](auto* in) {
+        using In = std::remove_pointer_t<decltype(in)>;
+        return launch(quantize_kernel<In>, dim3(rows), kRowThreads, 0, false, static_cast<cudaStream_t>(stream),
+                      static_cast<const In*>(x), row_stride, static_cast<const float*>(given_scale),
+                      static_cast<float*>(scales), static_cast<__nv_fp8x4_e4m3*>(out), k);
+    });
+}
+
+}  // extern "C"
