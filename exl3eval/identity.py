@@ -32,7 +32,7 @@ def package_versions() -> dict[str, str | None]:
 def source_digest(package: str) -> str:
     """Digest the source files of an import package: names and bytes, whatever folder they lie in."""
     root = Path(str(resources.files(package)))
-    files = [file for file in root.rglob("*") if file.suffix in (".py", ".cu", ".cuh", ".toml")]
+    files = [file for file in root.rglob("*") if file.suffix in (".py", ".cu", ".cuh", ".h", ".toml")]
     return digest_parts(
         (file.relative_to(root).as_posix(), hashlib.sha256(file.read_bytes()).hexdigest()) for file in files
     )

@@ -32,6 +32,8 @@ UNITS = (
     ),
     ("linear.o", "linear.cu", ()),
     ("prefill.o", "prefill.cu", ()),
+    ("encode.o", "encode.cu", ()),
+    ("gather.o", "gather.cu", ()),
 )
 
 pointer, integer, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -42,6 +44,8 @@ SIGNATURES = {
     "exl3_reconstruct": (pointer,) * 5 + (integer,) * 7 + (pointer,),
     "exl3_unrotate": (pointer,) * 3 + (integer, pointer, integer, wide, integer, integer, pointer),
     "exl3_quantize": (pointer, integer, wide) + (pointer,) * 3 + (integer, integer, pointer),
+    "exl3_encode": (pointer,) * 5 + (integer, integer, pointer),
+    "exl3_gather": (pointer,) * 3 + (integer, pointer, integer, wide, integer, integer, pointer),
 }
 
 

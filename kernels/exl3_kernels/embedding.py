@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from exl3_kernels.gather import gather_int8
+
 CHUNK_ROWS = 4096
 LEVELS = 127
 
@@ -78,4 +80,4 @@ class Int8Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Gather and dequantize rows: int [...] -> [..., H]."""
-        return (self.codes[ids].float() * self.scales[ids].unsqueeze(-1)).to(self.out_dtype)
+        return gather_int8(self.codes, self.scales, ids, self.out_dtype)

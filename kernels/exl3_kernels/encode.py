@@ -6,7 +6,10 @@ at position 128 with every node free and goes once round, which settles the node
 second starts at position 0 from that node and must return to it.
 
 Only path costs are stored, not branches: a minimum without its index is several times faster, and the trace back
-needs the branch of one node per step, which it finds again from the costs. Costs are float32.
+needs the branch of one node per step, which it finds again from the costs. Costs are float32: a subtraction, then one
+fused multiply-add.
+
+Two encoders find the same states: `torch` runs anywhere, `cuda` is a kernel for NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ from collections.abc import Sequence
 import torch
 
 from exl3_kernels.codebook import STATES, codebook_values
+from exl3_kernels.cuda import unavailable
+from exl3_kernels.encode_cuda import encode_on_gpu
 from exl3_kernels.trellis import POSITIONS, STATE_BITS
 
 CPU_BATCH = 8  # eight candidate rows are 2 MiB: near enough to the cores, few enough calls
 CUDA_BATCH = 1024
 CUDA_MEMORY_SHARE = 0.3
 MAX_MAGNITUDE = 1e6
+ENCODERS = ("auto", "cuda", "torch")
 
 
 def encode_tiles(
@@ -31,6 +37,7 @@ def encode_tiles(
     multiplier: int | None = None,
     *,
     batch: int | None = None,
+    encoder: str = "auto",
 ) -> torch.Tensor:
     """Return the closed walks whose values are nearest to the tiles.
 
@@ -46,6 +53,8 @@ def encode_tiles(
         The codebook's 32-bit multiplier; None takes the usual one.
     batch : int or None
         Tiles in flight; None chooses by device and free memory. It does not change the result.
+    encoder : str
+        `auto`, `cuda` or `torch`, see `choose_encoder`. It does not change the result.
 
     Returns
     -------
@@ -56,6 +65,8 @@ def encode_tiles(
     ------
     ValueError
         If a value is not finite or exceeds 1e6 in magnitude, a shape or option is wrong.
+    RuntimeError
+        If the `cuda` encoder is asked for and cannot run, or its build fails.
     """
     if tiles.dim() != 2 or tiles.shape[1] != POSITIONS or not tiles.is_floating_point():
         raise ValueError(f"tiles are {tiles.dtype} {tuple(tiles.shape)}, expected floating point [T, {POSITIONS}]")
@@ -63,13 +74,17 @@ def encode_tiles(
         raise ValueError(f"{bits} bits per weight, expected 1 to 8")
     if batch is not None and batch < 1:
         raise ValueError(f"batch is {batch}, expected at least 1")
-    values = codebook_values(codebook, multiplier, device=tiles.device).float()
+    encoder = choose_encoder(tiles.device, encoder)
+    table = codebook_values(codebook, multiplier, device=tiles.device)
     states = torch.empty(tiles.shape, dtype=torch.int32, device=tiles.device)
     if not len(tiles):
         return states
     targets = tiles.float()
     if not bool(targets.abs().amax() <= MAX_MAGNITUDE):
         raise ValueError(f"tiles hold a value that is not finite or exceeds {MAX_MAGNITUDE:g} in magnitude")
+    if encoder == "cuda":
+        return encode_on_gpu(targets, table, bits, batch=batch)
+    values = table.float()
     nodes = STATES >> bits
     batch = min(batch or _batch(nodes, tiles.device), len(tiles))
     candidates = torch.empty(batch, STATES, device=tiles.device)
@@ -79,6 +94,33 @@ def encode_tiles(
         size = len(part)
         states[start : start + size] = _closed_walks(part, bits, values, candidates[:size], costs[:, :size])
     return states
+
+
+def choose_encoder(device: torch.device, encoder: str = "auto") -> str:
+    """Return the encoder that serves a device: `cuda` or `torch`.
+
+    Parameters
+    ----------
+    device : device
+        Where the tiles are.
+    encoder : str
+        `auto` takes the kernel where it can run; `cuda` and `torch` insist.
+
+    Raises
+    ------
+    ValueError
+        If the encoder is unknown.
+    RuntimeError
+        If `cuda` is asked for and cannot run there.
+    """
+    if encoder not in ENCODERS:
+        raise ValueError(f"encoder {encoder!r} is not one of {', '.join(ENCODERS)}")
+    if encoder == "torch":
+        return encoder
+    reason = unavailable(device) if device.type == "cuda" else f"needs a CUDA device, the tiles are on {device.type}"
+    if reason and encoder == "cuda":
+        raise RuntimeError(f"the cuda encoder cannot run: {reason}")
+    return "torch" if reason else "cuda"
 
 
 def _closed_walks(

@@ -12,7 +12,10 @@ from exl3eval.score.divergence import measure_divergences
 from exl3eval.variant import load_variant, resolve_variant
 
 DATA = Path(__file__).parents[1] / "data" / "qwen2-tied"
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
+]
 
 
 @pytest.mark.parametrize("name", ["base", "int8-embed"])
