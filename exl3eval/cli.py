@@ -16,6 +16,7 @@ from exl3eval import __version__
 from exl3eval.errors import EXIT_USAGE, Exl3EvalError
 from exl3eval.gate import commands as gate_commands
 from exl3eval.kernel_bench import commands as bench_commands
+from exl3eval.kernel_check import commands as check_commands
 from exl3eval.report import commands as report_commands
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ kernels_app = typer.Typer(help="The kernel stack.", no_args_is_help=True, rich_m
 app.add_typer(kernels_app, name="kernels")
 gate_commands.register(app)
 bench_commands.register(kernels_app)
+check_commands.register(kernels_app)
 report_commands.register(app)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
