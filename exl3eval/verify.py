@@ -16,17 +16,49 @@ from typing import Any
 import pyarrow as pa
 
 from exl3eval.compare import Resampling, check_sanity, compare_arms, summarise_arm
-from exl3eval.errors import InvalidRunError, UsageError
+from exl3eval.errors import Exl3EvalError, InvalidRunError, UsageError
 from exl3eval.receipt import POSITIONS_FILE, RECEIPT_FILE, SCHEMA
 from exl3eval.records import canonical_json, digest_file, digest_value, read_json
 from exl3eval.score.positions import read_positions, split_arms
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-15
-_RUN_AGAIN = "run `exl3eval kld --out` again; a stored run is never edited"
+RUN_AGAIN = "run `exl3eval kld --out` again; a stored run is never edited"
+
+
+def read_stored_run(folder: Path) -> tuple[dict[str, Any], Mapping[str, pa.Table]]:
+    """Read a run's receipt and each arm's positions, and check every digest.
+
+    Raises
+    ------
+    UsageError
+        If the folder holds no run, or a run of another schema.
+    InvalidRunError
+        If a file is damaged or a digest does not match.
+    """
+    for name in (RECEIPT_FILE, POSITIONS_FILE):
+        if not (folder / name).is_file():
+            raise UsageError(f"{folder.name} holds no {name}", hint="give a folder written by `exl3eval kld --out`")
+    try:
+        receipt = read_json(folder / RECEIPT_FILE)
+    except UsageError as error:
+        raise InvalidRunError(error.message, hint=RUN_AGAIN) from error
+    schema = receipt.get("schema") if isinstance(receipt, dict) else None
+    if schema != SCHEMA:
+        raise UsageError(f"{RECEIPT_FILE} has schema {schema!r}, expected {SCHEMA!r}", hint=RUN_AGAIN)
+    try:
+        for field in ("identity", "results"):
+            _check_digest(RECEIPT_FILE, f"`{field}`", receipt[f"{field}_digest"], digest_value(receipt[field]))
+        _check_digest(POSITIONS_FILE, "sha256", receipt["positions_sha256"], digest_file(folder / POSITIONS_FILE))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidRunError(f"{RECEIPT_FILE} lacks or misuses {error}", hint=RUN_AGAIN) from error
+    try:
+        return receipt, split_arms(read_positions(folder / POSITIONS_FILE))
+    except Exl3EvalError as error:
+        raise InvalidRunError(error.message, hint=error.hint) from error
 
 
 def verify_run(folder: Path, *, executor: Executor | None = None) -> tuple[dict[str, Any], Mapping[str, pa.Table]]:
-    """Read a run and check it; return its receipt and each arm's positions.
+    """Read a run and compute every number of it again; return its receipt and each arm's positions.
 
     Raises
     ------
@@ -35,21 +67,8 @@ def verify_run(folder: Path, *, executor: Executor | None = None) -> tuple[dict[
     InvalidRunError
         If a digest does not match, or a number is not what the positions give.
     """
-    for name in (RECEIPT_FILE, POSITIONS_FILE):
-        if not (folder / name).is_file():
-            raise UsageError(f"{folder.name} holds no {name}", hint="give a folder written by `exl3eval kld --out`")
+    receipt, arms = read_stored_run(folder)
     try:
-        receipt = read_json(folder / RECEIPT_FILE)
-    except UsageError as error:
-        raise InvalidRunError(error.message, hint=_RUN_AGAIN) from error
-    schema = receipt.get("schema") if isinstance(receipt, dict) else None
-    if schema != SCHEMA:
-        raise UsageError(f"{RECEIPT_FILE} has schema {schema!r}, expected {SCHEMA!r}", hint=_RUN_AGAIN)
-    try:
-        _check_digest("positions_sha256", receipt["positions_sha256"], digest_file(folder / POSITIONS_FILE))
-        for field in ("identity", "results"):
-            _check_digest(f"{field}_digest", receipt[f"{field}_digest"], digest_value(receipt[field]))
-        arms = split_arms(read_positions(folder / POSITIONS_FILE))
         _check_rows(receipt, arms)
         stored = {
             "arms": receipt["results"]["arms"],
@@ -58,9 +77,9 @@ def verify_run(folder: Path, *, executor: Executor | None = None) -> tuple[dict[
         }
         fresh = recompute_results(receipt, arms, executor=executor)
     except (KeyError, TypeError, AttributeError) as error:
-        raise InvalidRunError(f"{RECEIPT_FILE} lacks or misuses {error}", hint=_RUN_AGAIN) from error
+        raise InvalidRunError(f"{RECEIPT_FILE} lacks or misuses {error}", hint=RUN_AGAIN) from error
     if difference := first_difference(stored, fresh):
-        raise InvalidRunError(f"{RECEIPT_FILE} is not what its positions give: {difference}", hint=_RUN_AGAIN)
+        raise InvalidRunError(f"{RECEIPT_FILE} is not what its positions give: {difference}", hint=RUN_AGAIN)
     return receipt, arms
 
 
@@ -108,9 +127,11 @@ def first_difference(stored: Any, fresh: Any, where: str = "results") -> str | N
     return next((found for place, left, right in pairs if (found := first_difference(left, right, place))), None)
 
 
-def _check_digest(field: str, stored: str, fresh: str) -> None:
+def _check_digest(file: str, what: str, stored: str, fresh: str) -> None:
     if stored != fresh:
-        raise InvalidRunError(f"{field} is {stored[:16]}, expected {fresh[:16]}: the run was altered", hint=_RUN_AGAIN)
+        raise InvalidRunError(
+            f"{file}: {what} was altered: digest {fresh[:16]}, the receipt says {stored[:16]}", hint=RUN_AGAIN
+        )
 
 
 def _check_rows(receipt: Mapping[str, Any], arms: Mapping[str, pa.Table]) -> None:
@@ -119,10 +140,10 @@ def _check_rows(receipt: Mapping[str, Any], arms: Mapping[str, pa.Table]) -> Non
     declared = set(receipt["identity"]["arms"]) - {receipt["reference"]}
     if set(arms) != declared:
         raise InvalidRunError(
-            f"{POSITIONS_FILE} holds arms {sorted(arms)}, the receipt {sorted(declared)}", hint=_RUN_AGAIN
+            f"{POSITIONS_FILE} holds arms {sorted(arms)}, the receipt {sorted(declared)}", hint=RUN_AGAIN
         )
     for name, rows in arms.items():
         if rows.num_rows != expected:
             raise InvalidRunError(
-                f"arm `{name}` has {rows.num_rows} positions, the receipt says {expected}", hint=_RUN_AGAIN
+                f"arm `{name}` has {rows.num_rows} positions, the receipt says {expected}", hint=RUN_AGAIN
             )

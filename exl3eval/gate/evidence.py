@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from exl3eval.compare import MIN_TOP1, NEAR_UNIFORM
-from exl3eval.errors import Exl3EvalError, InvalidRunError, UsageError
+from exl3eval.errors import InvalidRunError
 from exl3eval.gate.checks import check_same_positions, list_differences
-from exl3eval.gate.rows import LABEL_FIELDS, RUN_AGAIN, Run, arm_rows
-from exl3eval.receipt import POSITIONS_FILE, RECEIPT_FILE, SCHEMA
-from exl3eval.records import digest_file, digest_value, read_json
-from exl3eval.score.positions import read_positions, split_arms
+from exl3eval.gate.rows import LABEL_FIELDS, Run, arm_rows
+from exl3eval.receipt import POSITIONS_FILE, RECEIPT_FILE
+from exl3eval.verify import RUN_AGAIN, read_stored_run
 
 FOREIGN_FILE = "foreign.json"
 _ROUNDING = 1e-12
@@ -39,38 +40,14 @@ def read_run(folder: Path) -> Run:
             f"{folder.name} holds foreign evidence: another tool's numbers, by another protocol",
             hint="a gate judges runs of `exl3eval kld --out` only; foreign evidence can be shown beside them",
         )
-    for name in (RECEIPT_FILE, POSITIONS_FILE):
-        if not (folder / name).is_file():
-            raise UsageError(f"{folder.name} holds no {name}", hint="give a folder written by `exl3eval kld --out`")
+    receipt, tables = read_stored_run(folder)
     try:
-        receipt = read_json(folder / RECEIPT_FILE)
-    except UsageError as error:
-        raise InvalidRunError(error.message, hint=RUN_AGAIN) from error
-    schema = receipt.get("schema") if isinstance(receipt, dict) else None
-    if schema != SCHEMA:
-        raise UsageError(f"{RECEIPT_FILE} has schema {schema!r}, expected {SCHEMA!r}", hint=RUN_AGAIN)
-    try:
-        return _check_run(folder, receipt)
+        return _check_run(receipt, tables)
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidRunError(f"{RECEIPT_FILE} lacks or misuses {error}", hint=RUN_AGAIN) from error
 
 
-def _check_run(folder: Path, receipt: dict[str, Any]) -> Run:
-    for part in ("identity", "results"):
-        seen, written = digest_value(receipt[part]), receipt[f"{part}_digest"]
-        if seen != written:
-            raise InvalidRunError(
-                f"{RECEIPT_FILE}: `{part}` was altered: digest {seen[:16]}, written as {written[:16]}", hint=RUN_AGAIN
-            )
-    if (seen := digest_file(folder / POSITIONS_FILE)) != receipt["positions_sha256"]:
-        raise InvalidRunError(
-            f"{POSITIONS_FILE} was altered: sha256 {seen[:16]}, the receipt says {receipt['positions_sha256'][:16]}",
-            hint=RUN_AGAIN,
-        )
-    try:
-        tables = split_arms(read_positions(folder / POSITIONS_FILE))
-    except Exl3EvalError as error:
-        raise InvalidRunError(error.message, hint=error.hint) from error
+def _check_run(receipt: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> Run:
     names = [receipt[role] for role in ("baseline", "variant", "floor")]
     if missing := [name for name in names if name not in tables]:
         raise InvalidRunError(f"{POSITIONS_FILE} has no rows of arm `{missing[0]}`", hint=RUN_AGAIN)

@@ -15,10 +15,10 @@ import pyarrow as pa
 from exl3eval.errors import InvalidRunError
 from exl3eval.score.divergence import AGREE
 from exl3eval.stats.clusters import ContextSample, FloatArray, IntArray
+from exl3eval.verify import RUN_AGAIN
 
 # Fields of a variant that name or demand and change no number.
 LABEL_FIELDS = ("name", "doc", "requires", "forbids", "lanes")
-RUN_AGAIN = "run `exl3eval kld --out` again; a stored run is never edited"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

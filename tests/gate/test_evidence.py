@@ -60,7 +60,7 @@ def test_one_flipped_byte_of_the_positions_is_found(tmp_path):
     content = bytearray((tmp_path / "positions.parquet").read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "positions.parquet").write_bytes(content)
-    with pytest.raises(InvalidRunError, match=r"positions\.parquet was altered"):
+    with pytest.raises(InvalidRunError, match=r"positions\.parquet: sha256 was altered"):
         read_run(tmp_path)
 
 
