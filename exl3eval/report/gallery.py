@@ -62,7 +62,7 @@ def _row(root: Path, folder: Path, run: Run) -> str:
         f"`{run.baseline}`",
         run.lane,
         str(run.identity["device"]["name"]),
-        f"{tokens['num_contexts']} × {tokens['positions_per_context']}",
+        f"{tokens['num_contexts']} × {tokens['positions_per_context'] - tokens.get('first_scored', 0)}",
         estimate_text(run.results["arms"][run.variant]["kl"]),
         "0, every bit" if same else estimate_text(delta, signed=True),
         interval_text(delta, signed=True),
