@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from exl3eval.compare import Resampling, check_sanity, compare_arms, summarise_arm
+from exl3eval.compare import ArmSummary, Resampling, check_sanity, compare_arms, summarise_arm
 from exl3eval.errors import Exl3EvalError, InvalidRunError, UsageError
 from exl3eval.receipt import POSITIONS_FILE, RECEIPT_FILE, SCHEMA
 from exl3eval.records import canonical_json, digest_file, digest_value, read_json
@@ -88,6 +88,8 @@ def recompute_results(
 ) -> dict[str, Any]:
     """Compute every number of a receipt that comes from positions, as plain JSON values.
 
+    With an executor, which must be of threads, arms are reduced side by side.
+
     Raises
     ------
     InvalidRunError
@@ -95,7 +97,12 @@ def recompute_results(
     """
     resampling = Resampling(**receipt["resampling"])
     baseline, variant, floor = receipt["baseline"], receipt["variant"], receipt["floor"]
-    summaries = {name: summarise_arm(name, rows, resampling, executor=executor) for name, rows in arms.items()}
+
+    def summarise(name: str) -> ArmSummary:
+        return summarise_arm(name, arms[name], resampling)
+
+    reduced = map(summarise, arms) if executor is None else executor.map(summarise, arms)
+    summaries = dict(zip(arms, reduced, strict=True))
     check_sanity(list(summaries.values()), receipt["identity"]["vocabulary"]["size"])
     comparison = compare_arms((baseline, arms[baseline]), (variant, arms[variant]), resampling, executor=executor)
     control = receipt["results"]["floors"].get("lane_control")

@@ -57,6 +57,7 @@ class ContextSample:
     strata: Labels | None = None
     codes_N: IntArray = field(init=False)
     labels: tuple[str | int, ...] = field(init=False)
+    _mean: float | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         values, codes, labels = _clustered(self.values, self.clusters, unit="context")
@@ -95,7 +96,11 @@ class ContextSample:
 
     def mean(self) -> float:
         """Mean over contexts, correctly rounded; exactly the common value when all are equal."""
-        return float(self.values[0]) if self.all_equal else math.fsum(self.values) / self.num_contexts
+        if self._mean is None:
+            mean = float(self.values[0]) if self.all_equal else math.fsum(self.values) / self.num_contexts
+            object.__setattr__(self, "_mean", mean)
+        assert self._mean is not None
+        return self._mean
 
     def sd(self) -> float:
         """Standard deviation over contexts (n - 1 in the denominator), the same bits for any order of contexts."""

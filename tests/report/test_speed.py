@@ -84,7 +84,7 @@ def measure(folder, out):
 @pytest.mark.slow
 def test_a_million_positions(tmp_path):
     folder = tmp_path / "run"
-    synthetic_run(folder, 1024, 1024)
+    synthetic_run(folder, 1000, 1000)
     seconds, nbytes = measure(folder, tmp_path / "report")
     shutil.rmtree(folder)
     print(f"{seconds:.1f} s, {nbytes / 1e9:.2f} GB")
