@@ -1,4 +1,4 @@
-"""Time the trellis encoder on a GPU, compare its states with the CPU's, and its error with the published table.
+"""Time the torch trellis encoder on a GPU, compare its states with the CPU's, and its error with the published table.
 
 python reports/encoder-h200/measure.py OUT.json
 """
@@ -36,7 +36,7 @@ def time_encoder(bits: int, codebook: str) -> dict[str, float]:
     for _ in range(6):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        encode_tiles(batch, bits, codebook)
+        encode_tiles(batch, bits, codebook, encoder="torch")
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[1:])
@@ -51,9 +51,15 @@ def compare(bits: int, codebook: str) -> dict[str, float | bool]:
     """Whether GPU and CPU find the same states on 16 tiles, and the squared error on 512."""
     few = tiles(16, codebook, 1)
     many = tiles(512, codebook, 2)
-    decoded = codebook_values(codebook, device=GPU)[encode_tiles(many.to(GPU), bits, codebook).long()].float().cpu()
+    decoded = (
+        codebook_values(codebook, device=GPU)[encode_tiles(many.to(GPU), bits, codebook, encoder="torch").long()]
+        .float()
+        .cpu()
+    )
     return {
-        "same_states": torch.equal(encode_tiles(few, bits, codebook), encode_tiles(few.to(GPU), bits, codebook).cpu()),
+        "same_states": torch.equal(
+            encode_tiles(few, bits, codebook), encode_tiles(few.to(GPU), bits, codebook, encoder="torch").cpu()
+        ),
         "nmse": float(((decoded - many) ** 2).sum() / (many**2).sum()),
     }
 
