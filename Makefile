@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test setup check unit wheel gpu clean
+.PHONY: demo test setup check unit wheel vllm gpu clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -29,7 +29,12 @@ check: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/pytest -n 2 -m 'not gpu and not slow'
+	$(BIN)/pytest -n 2 -m 'not gpu and not slow and not vllm'
+
+# The plugin and the engine in a real vLLM, in an environment of its own.
+vllm: setup
+	sh tools/vllm/install.sh .venv-vllm
+	$(BIN)/pytest -m 'vllm and not slow'
 
 # The built wheel, in an empty environment outside the checkout, runs the main job.
 wheel: setup

@@ -17,7 +17,9 @@ from exl3eval.errors import EXIT_USAGE, Exl3EvalError
 from exl3eval.gate import commands as gate_commands
 from exl3eval.kernel_bench import commands as bench_commands
 from exl3eval.kernel_check import commands as check_commands
+from exl3eval.memory import commands as memory_commands
 from exl3eval.report import commands as report_commands
+from exl3eval.smoke import commands as smoke_commands
 
 app = typer.Typer(
     help="Did this EXL3 kernel or quantizer change the model, by how much, and can I ship it?",
@@ -34,6 +36,8 @@ gate_commands.register(app)
 bench_commands.register(kernels_app)
 check_commands.register(kernels_app)
 report_commands.register(app)
+memory_commands.register(app)
+smoke_commands.register(app)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
@@ -99,9 +103,18 @@ def kld(
     lane: Annotated[
         list[str] | None, typer.Option(help="prefill (default), chunked or decode; may be given several times.")
     ] = None,
-    rows: Annotated[str, typer.Option(help="Decode lanes: contexts per forward, such as 1,4,16.")] = "1",
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help="Decode lanes: contexts per forward, such as 1,4,16; default: 1 to 16 and both sides of every "
+            "threshold at which the variants change routes."
+        ),
+    ] = None,
     chunks: Annotated[str, typer.Option(help="Chunked lanes: tokens per forward, such as 64,256.")] = "128",
     decode_positions: Annotated[int, typer.Option(help="Decode lanes: positions scored after the prefix.")] = 64,
+    shared_head: Annotated[
+        bool, typer.Option("--shared-head", help="Score both arms through the reference's head as well.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the context order and of resampling.")] = 1,
     out: Annotated[
@@ -115,63 +128,73 @@ def kld(
     quiet: Quiet = False,
 ) -> None:
     """Measure exact KL(reference || arm) of a variant and its baseline, with intervals."""
-    from exl3eval.engine.lanes import parse_lanes
+    from exl3eval.engine.lanes import parse_integers, parse_lanes
     from exl3eval.present import receipt_tables
     from exl3eval.progress import TerminalReporter
     from exl3eval.receipt import build_receipt, check_output_folder, write_run
-    from exl3eval.run import KldRequest, run_kld
+    from exl3eval.request import KldRequest, decode_rows
+    from exl3eval.run import run_kld
     from exl3eval.settings import load_settings
 
     settings = load_settings()
-    lanes = parse_lanes(lane or ["prefill"], rows=rows, chunks=chunks, decode_positions=decode_positions)
+    kinds = lane or ["prefill"]
+    counts = parse_integers(rows, "--rows") if rows else decode_rows(model, (baseline, variant), device)
+    lanes = parse_lanes(kinds, rows=counts, chunks=chunks, decode_positions=decode_positions)
     folders = {each.name: out if out is None or len(lanes) == 1 else out / each.slug for each in lanes}
     for folder in folders.values():
         if folder is not None:
             check_output_folder(folder)
+    request = KldRequest(
+        model=model,
+        reference=reference,
+        variant=variant,
+        baseline=baseline,
+        suite=suite,
+        split=split,
+        num_contexts=num_contexts,
+        num_positions=positions,
+        reference_precision=reference_precision,
+        lanes=tuple(lanes),
+        shared_head=shared_head,
+        device=device,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+        fresh=fresh,
+    )
+    runs = run_kld(
+        request,
+        cache_dir=settings.cache_dir,
+        num_threads=settings.num_threads,
+        reporter=TerminalReporter(quiet=quiet),
+    )
     receipts = []
-    for each in lanes:
-        run = run_kld(
-            KldRequest(
-                model=model,
-                reference=reference,
-                variant=variant,
-                baseline=baseline,
-                suite=suite,
-                split=split,
-                num_contexts=num_contexts,
-                num_positions=positions,
-                reference_precision=reference_precision,
-                lane=each,
-                device=device,
-                seed=seed,
-                trust_remote_code=trust_remote_code,
-                fresh=fresh,
-            ),
-            cache_dir=settings.cache_dir,
-            num_threads=settings.num_threads,
-            reporter=TerminalReporter(quiet=quiet),
-        )
-        folder = folders[each.name]
-        receipt = write_run(folder, run) if folder is not None else build_receipt(run)
-        receipts.append(receipt)
+    for run in runs:
+        folder = folders[run.lane.name]
+        receipts.append(write_run(folder, run) if folder is not None else build_receipt(run))
         if not as_json:
-            _print(receipt_tables(receipt))
+            _print(receipt_tables(receipts[-1]))
     if as_json:
         _print_json(receipts[0] if len(receipts) == 1 else receipts)
 
 
 @app.command()
-def verify(run: Annotated[Path, typer.Argument(help="A folder written by `exl3eval kld --out`.")]) -> None:
-    """Check every digest of a run and compute every number again from its positions; needs no model."""
+def verify(
+    place: Annotated[
+        Path, typer.Argument(help="A folder written by `exl3eval kld --out`, a receipt, or many of them.")
+    ],
+) -> None:
+    """Check every digest, and compute every number of a run again from its positions; needs no model."""
     from concurrent.futures import ThreadPoolExecutor
 
     from exl3eval.settings import load_settings
-    from exl3eval.verify import verify_run
+    from exl3eval.verify import find_receipts, verify_place
 
     with ThreadPoolExecutor(max_workers=load_settings().num_threads) as pool:
-        receipt, arms = verify_run(run, executor=pool)
-    rows = {name: table.num_rows for name, table in arms.items()}
-    _print_json({"verified": True, "results_digest": receipt["results_digest"], "positions": rows})
+        found = {each: verify_place(each, executor=pool) for each in find_receipts(place)}
+    if list(found) == [place]:
+        _print_json(found[place])
+    else:
+        _print_json({each.relative_to(place).as_posix(): result for each, result in found.items()})
 
 
 @app.command()

@@ -15,7 +15,18 @@ from typing import Any
 from exl3eval import __version__
 from exl3eval.records import digest_parts, digest_value
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pyarrow", "accelerate", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "scipy",
+    "pyarrow",
+    "accelerate",
+    "triton",
+    "exllamav3",
+)
 
 
 def package_versions() -> dict[str, str | None]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from exl3eval.checkpoint.inspect import INVENTORY_COLUMNS, Inventory, inventory_rows
+from exl3eval.floors import FLOORS
 
 
 def _nats(value: float | None) -> str:
@@ -38,12 +39,15 @@ def _arm_table(receipt: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="KL(reference || arm), nats per position", title_justify="left")
     for column in ("arm", "mean", "95 % interval", "p50", "p99", "p99.9", "max", "top-1", "embedding"):
         table.add_column(column, justify="left" if column in ("arm", "95 % interval") else "right")
-    control = results["floors"]["lane_control"]
-    for name in (receipt["baseline"], receipt["variant"], floor, *([control["arm"]] if control else [])):
+    candidates = [
+        name for name in results["arms"] if name.partition("@")[0] in (receipt["baseline"], receipt["variant"])
+    ]
+    controls = [results["floors"][key]["arm"] for key in ("lane_control", "graph_control") if results["floors"][key]]
+    for name in (*candidates, floor, *controls):
         arm = results["arms"][name]
         tails = {tail["name"]: tail["value"] for tail in arm["tails"]}
         table.add_row(
-            name if name in (receipt["baseline"], receipt["variant"]) else f"{name} (floor)",
+            name if name in candidates else f"{name} (floor)",
             _nats(arm["kl"]["mean"]),
             _interval(arm["kl"]),
             *(_nats(tails[key]) for key in ("p50", "p99", "p99.9", "max")),
@@ -74,6 +78,19 @@ def paired_table(comparison: dict[str, Any]) -> Table:
     return table
 
 
+def _floor_table(receipt: dict[str, Any]) -> Table:
+    delta = abs(receipt["results"]["comparison"]["paired"]["delta"]["mean"])
+    table = Table(
+        box=box.SIMPLE_HEAD, title="floors: KL of an arm from itself, nats per position", title_justify="left"
+    )
+    for column in ("nothing changed but", "arm", "KL", "|delta| / floor"):
+        table.add_column(column, justify="left" if column in ("nothing changed but", "arm") else "right")
+    for floor, words in FLOORS.items():
+        for arm, value in receipt["results"]["floors"].get(floor, {}).items():
+            table.add_row(words, arm, _nats(value), f"{delta / value:,.0f}" if value else "-")
+    return table
+
+
 def receipt_tables(receipt: dict[str, Any]) -> RenderableType:
     """Render a receipt for a terminal."""
     identity, results = receipt["identity"], receipt["results"]
@@ -94,7 +111,8 @@ def receipt_tables(receipt: dict[str, Any]) -> RenderableType:
     if before != after:
         lines.append(f"input embedding: {_bytes(before)} -> {_bytes(after)} ({after / before:.1%})")
     warnings = [Text(f"warning: {warning}", style="yellow") for warning in receipt["warnings"]]
-    return Group(*(Text(line) for line in lines), _arm_table(receipt), paired_table(results["comparison"]), *warnings)
+    tables = _arm_table(receipt), paired_table(results["comparison"]), _floor_table(receipt)
+    return Group(*(Text(line) for line in lines), *tables, *warnings)
 
 
 def inventory_report(inventory: Inventory) -> RenderableType:

@@ -11,16 +11,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from exl3eval.arm import ArmRecord
 from exl3eval.checkpoint.inspect import inventory
 from exl3eval.errors import UsageError
-from exl3eval.records import digest_file, digest_value, write_json
-from exl3eval.run import REFERENCE, ArmRecord, KldRun, lane_control_name
-from exl3eval.score.positions import write_table
+from exl3eval.floors import floor_means
+from exl3eval.records import digest_file, digest_value, write_receipt
+from exl3eval.request import REFERENCE
+from exl3eval.run import KldRun
+from exl3eval.score.positions import split_arms, write_table
 
-SCHEMA = "exl3eval/receipt/1"
+SCHEMA = "exl3eval/receipt/2"
 RECEIPT_FILE = "receipt.json"
 POSITIONS_FILE = "positions.parquet"
 CANDIDATES_FILE = "candidates.parquet"
+FLOORS_FILE = "floors.parquet"
 
 
 def _arm_identity(record: ArmRecord) -> dict[str, Any]:
@@ -29,7 +33,7 @@ def _arm_identity(record: ArmRecord) -> dict[str, Any]:
         "declared": asdict(record.spec.declared),
         "resolved": asdict(record.spec.resolved),
         "attention": record.attention,
-        "lane": record.spec.lane.name,
+        "lane": record.lane.name,
         "launches": [{**launch._asdict(), "count": count} for launch, count in sorted(record.launches.items())],
     }
 
@@ -42,7 +46,9 @@ def build_results(run: KldRun) -> dict[str, Any]:
         "comparison": asdict(run.comparison),
         "floors": {
             "reference_rounding": {"arm": run.floor_arm, "kl": floor.kl.mean},
-            "lane_control": _lane_control(run),
+            "lane_control": _control(run, run.lane_control),
+            "graph_control": _control(run, run.graph_control),
+            **floor_means(split_arms(run.floors)),
             "repeat_difference": {name: record.capture.repeat_difference for name, record in run.arms.items()},
         },
         "sizes": {name: _sizes(record) for name, record in run.arms.items()},
@@ -61,9 +67,8 @@ def _sizes(record: ArmRecord) -> dict[str, Any]:
     }
 
 
-def _lane_control(run: KldRun) -> dict[str, Any] | None:
-    name = lane_control_name(run.request)
-    return {"arm": name, "kl": run.summaries[name].kl.mean} if name in run.summaries else None
+def _control(run: KldRun, name: str | None) -> dict[str, Any] | None:
+    return None if name is None else {"arm": name, "kl": run.summaries[name].kl.mean}
 
 
 def build_receipt(run: KldRun) -> dict[str, Any]:
@@ -76,15 +81,15 @@ def build_receipt(run: KldRun) -> dict[str, Any]:
             "tokenizer_digest": run.tokens.tokenizer_digest,
             "num_contexts": len(run.tokens.contexts),
             "positions_per_context": len(first.ids) - 1,
-            "first_scored": run.request.lane.first_scored(len(first.ids) - 1),
+            "first_scored": run.lane.first_scored(len(first.ids) - 1),
         },
         "vocabulary": {"size": run.vocabulary.size, "digest": run.vocabulary.digest},
         "reference_precision": run.request.reference_precision,
-        "lane": run.request.lane.name,
+        "lane": run.lane.name,
         "head_lane": {name: record.spec.resolved.head for name, record in run.arms.items()},
         "engine": "transformers",
-        "graphs": False,
-        "kv_cache": None if run.request.lane.kind == "prefill" else "activation dtype",
+        "graphs": any(record.lane.graph for record in run.arms.values()),
+        "kv_cache": run.lane.kv_cache,
         "seed": run.request.seed,
         "trust_remote_code": run.request.trust_remote_code,
         "arms": {name: _arm_identity(record) for name, record in run.arms.items()},
@@ -149,13 +154,13 @@ def check_output_folder(out: Path) -> None:
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out.name} is a file", hint="give a folder")
-    for name in (RECEIPT_FILE, POSITIONS_FILE, CANDIDATES_FILE):
+    for name in (RECEIPT_FILE, POSITIONS_FILE, FLOORS_FILE, CANDIDATES_FILE):
         if (out / name).exists():
             raise UsageError(f"--out already holds {name}; receipts are immutable", hint="choose another folder")
 
 
 def write_run(out: Path, run: KldRun) -> dict[str, Any]:
-    """Write positions and the worst contexts' candidates, then the receipt that names their digests; return it.
+    """Write positions, floors and the worst contexts' candidates, then the receipt that names their digests; return it.
 
     Raises
     ------
@@ -163,11 +168,14 @@ def write_run(out: Path, run: KldRun) -> dict[str, Any]:
         If either exists or the disk refuses the write.
     """
     write_table(out / POSITIONS_FILE, run.table)
+    write_table(out / FLOORS_FILE, run.floors)
     write_table(out / CANDIDATES_FILE, run.candidates)
-    receipt = {
-        **build_receipt(run),
-        "positions_sha256": digest_file(out / POSITIONS_FILE),
-        "candidates_sha256": digest_file(out / CANDIDATES_FILE),
-    }
-    write_json(out / RECEIPT_FILE, receipt, exclusive=True)
-    return receipt
+    return write_receipt(
+        out / RECEIPT_FILE,
+        {
+            **build_receipt(run),
+            "positions_sha256": digest_file(out / POSITIONS_FILE),
+            "floors_sha256": digest_file(out / FLOORS_FILE),
+            "candidates_sha256": digest_file(out / CANDIDATES_FILE),
+        },
+    )

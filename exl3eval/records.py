@@ -10,13 +10,14 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from exl3eval.errors import UsageError
+from exl3eval.errors import InvalidRunError, UsageError
 
 _READ_BYTES = 1 << 22
+RECEIPT_DIGEST = "receipt_digest"
 
 
 def canonical_json(value: Any) -> str:
@@ -116,10 +117,63 @@ def write_atomic(path: Path, content: bytes | str, *, exclusive: bool = False) -
             os.unlink(temporary)
 
 
+def render_json(value: Any) -> str:
+    """Render `value` as the text of a record: indented strict JSON, sorted keys, a final newline."""
+    return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, value: Any, *, exclusive: bool = False) -> None:
     """Write `value` as indented strict JSON (sorted keys, no NaN), atomically."""
-    text = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(path, text + "\n", exclusive=exclusive)
+    write_atomic(path, render_json(value), exclusive=exclusive)
+
+
+def seal(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the digest of everything else that a receipt says."""
+    body = {key: item for key, item in value.items() if key != RECEIPT_DIGEST}
+    return {**body, RECEIPT_DIGEST: digest_value(body)}
+
+
+def write_receipt(path: Path, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a receipt, which nobody may change: it holds the digest of everything else it says; return it.
+
+    Raises
+    ------
+    UsageError
+        If the file exists or the disk refuses the write.
+    """
+    receipt = seal(value)
+    write_json(path, receipt, exclusive=True)
+    return receipt
+
+
+def read_receipt(path: Path) -> dict[str, Any]:
+    """Read a receipt and check that it is as it was written, to the byte.
+
+    Raises
+    ------
+    UsageError
+        If the file is missing.
+    InvalidRunError
+        If it is not strict JSON, has no digest, or was changed.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path.name} does not exist", hint="check the folder given")
+    hint = "restore the file, or measure again; a receipt is never edited"
+    try:
+        value = read_json(path)
+        text = path.read_text(encoding="utf-8")
+    except UsageError as error:
+        raise InvalidRunError(error.message, hint=hint) from error
+    if not isinstance(value, dict) or RECEIPT_DIGEST not in value:
+        raise InvalidRunError(f"{path.name} is no receipt: it has no `{RECEIPT_DIGEST}`", hint=hint)
+    fresh = seal(value)[RECEIPT_DIGEST]
+    if fresh != value[RECEIPT_DIGEST]:
+        raise InvalidRunError(
+            f"{path.name} was altered: its digest is {fresh[:16]}, it says {str(value[RECEIPT_DIGEST])[:16]}", hint=hint
+        )
+    if text != render_json(value):
+        raise InvalidRunError(f"{path.name} was altered: it is laid out as no receipt is written", hint=hint)
+    return value
 
 
 def read_json(path: Path) -> Any:

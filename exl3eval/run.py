@@ -1,26 +1,24 @@
 """The main job: contexts -> arms -> positions -> comparison -> receipt.
 
-Arms of one run: the reference; the reference again at the other precision (its own rounding floor);
-outside prefill the reference in the lane under test (what the lane itself moves); the baseline variant;
-and the variant. Everything that can be refused is refused before a model is loaded.
+Arms of one run: the reference; the reference again at the other precision (its own rounding floor); outside prefill
+the reference in the lanes under test (what a lane itself moves); the baseline variant; and the variant. Each arm runs
+in a process of its own. Everything that can be refused is refused before a model is loaded.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
 
-from exl3_kernels.routes import Launch
-from exl3eval.bundled import bundled_model
-from exl3eval.checkpoint.directory import Checkpoint, open_checkpoint
+from exl3eval.arm import ArmOutcome, ArmRecord, ArmSpec, ArmTask, arm_contract, check_engagement, run_arm
+from exl3eval.checkpoint.directory import Checkpoint
 from exl3eval.checkpoint.load import checkpoint_digest
 from exl3eval.compare import (
     ArmSummary,
@@ -30,108 +28,54 @@ from exl3eval.compare import (
     compare_arms,
     summarise_arm,
 )
-from exl3eval.engine.capture import Capture, capture_arm
 from exl3eval.engine.device import pin_arithmetic, resolve_device
+from exl3eval.engine.head import Head
 from exl3eval.engine.lanes import Lane
-from exl3eval.engine.model import EmbeddingBytes, load_arm
 from exl3eval.engine.placement import check_routes
 from exl3eval.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
-from exl3eval.errors import InvalidRunError, UsageError
+from exl3eval.errors import InvalidRunError
+from exl3eval.floors import NUM_CONTEXTS as FLOOR_CONTEXTS
+from exl3eval.floors import FloorContext, label_floor
 from exl3eval.identity import code_identity, device_identity, engine_contract_digest
+from exl3eval.isolation import run_isolated, start_server
+from exl3eval.online import quantize_at_load
 from exl3eval.progress import Reporter
+from exl3eval.request import (
+    PREFILL,
+    REFERENCE,
+    KldRequest,
+    candidate_lanes,
+    candidate_names,
+    check_lanes,
+    check_request,
+    floor_name,
+    floor_precision,
+    lane_control_name,
+    open_models,
+    reference_variant,
+    shared_head_name,
+)
 from exl3eval.score.candidates import list_candidates
 from exl3eval.score.positions import build_table, split_arms
 from exl3eval.score.scoring import ScoredArm, ScoredContext, Scores, score_arms
 from exl3eval.suite.load import Suite, load_suite
 from exl3eval.suite.tokens import TokenSuite, tokenize_suite
-from exl3eval.variant import Variant, load_variant, resolve_variant
-
-REFERENCE = "reference"
-PRECISIONS = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KldRequest:
-    """What to measure. The defaults are the main job on the bundled model.
-
-    Parameters
-    ----------
-    model, reference : Path or None
-        EXL3 and BF16 directories; both None for the bundled model.
-    variant, baseline : str
-        Variant names or `.toml` files; the paired delta is variant minus baseline.
-    suite : Path or None
-        Suite folder, None for the shipped one.
-    split : str
-        `analysis`; `qualification` is sealed and must be asked for.
-    num_contexts : int or None
-        A balanced prefix of the suite's permutation, None for all.
-    num_positions : int
-        Scored predictions per context.
-    reference_precision : str
-        Arithmetic of the reference's activations: `float32` or `bfloat16`.
-    lane : Lane
-        How contexts are fed to the arms under test; the reference itself always runs in one prefill.
-    device : str
-        `auto`, `cpu`, `cuda` or `cuda:N`.
-    seed : int
-        Of the context order and of resampling.
-    trust_remote_code : bool
-        Let transformers run code from the model directories.
-    fresh : bool
-        Ignore captures of earlier runs.
-    """
-
-    model: Path | None = None
-    reference: Path | None = None
-    variant: str = "base"
-    baseline: str = "base"
-    suite: Path | None = None
-    split: str = "analysis"
-    num_contexts: int | None = None
-    num_positions: int = 512
-    reference_precision: str = "float32"
-    lane: Lane = field(default_factory=lambda: Lane(kind="prefill"))
-    device: str = "auto"
-    seed: int = 1
-    trust_remote_code: bool = False
-    fresh: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmSpec:
-    """One arm to run."""
-
-    name: str
-    checkpoint: Checkpoint
-    checkpoint_sha256: str
-    declared: Variant
-    resolved: Variant
-    lane: Lane
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmRecord:
-    """What one arm was and did; `launches` counts its body and its head."""
-
-    spec: ArmSpec
-    capture: Capture
-    launches: dict[Launch, int]
-    embedding_bytes: EmbeddingBytes
-    attention: str
+from exl3eval.variant import NO_QUANTIZING, load_variant, resolve_variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KldRun:
-    """A finished measurement."""
+    """A finished measurement in one lane."""
 
     request: KldRequest
+    lane: Lane
     suite: Suite
     tokens: TokenSuite
     vocabulary: Vocabulary
     arms: dict[str, ArmRecord]
     scores: Scores
     table: pa.Table
+    floors: pa.Table
     candidates: pa.Table
     summaries: dict[str, ArmSummary]
     comparison: Comparison
@@ -144,111 +88,20 @@ class KldRun:
         """Name of the reference at its other precision."""
         return floor_name(self.request)
 
+    @property
+    def lane_control(self) -> str | None:
+        """Name of the reference in the baseline's lane; None in prefill."""
+        return self._control_of(self.comparison.baseline)
 
-def floor_precision(request: KldRequest) -> str:
-    """Return the precision that the reference is not evaluated in."""
-    return next(precision for precision in PRECISIONS if precision != request.reference_precision)
+    @property
+    def graph_control(self) -> str | None:
+        """Name of the reference in the variant's lane, where that is not the baseline's."""
+        control = self._control_of(self.comparison.variant)
+        return None if control == self.lane_control else control
 
-
-def floor_name(request: KldRequest) -> str:
-    """Name the arm that evaluates the reference at the other precision."""
-    return f"{REFERENCE}-{floor_precision(request)}"
-
-
-def _model_directories(request: KldRequest) -> tuple[Path, Path]:
-    if request.model is None and request.reference is None:
-        return bundled_model("exl3"), bundled_model("bf16")
-    if request.model is None:
-        raise UsageError("--reference was given without --model", hint="give the EXL3 directory with --model")
-    if request.reference is None:
-        raise UsageError(
-            "--model was given without --reference", hint="give the BF16 directory that the model was made from"
-        )
-    return request.model, request.reference
-
-
-def _check_request(request: KldRequest) -> None:
-    if request.reference_precision not in PRECISIONS:
-        raise UsageError(
-            f"--reference-precision is {request.reference_precision!r}", hint=f"use one of: {', '.join(PRECISIONS)}"
-        )
-    if request.num_positions < 1:
-        raise UsageError(f"--positions is {request.num_positions}", hint="score at least 1 position per context")
-    if request.num_contexts is not None and request.num_contexts < 1:
-        raise UsageError(f"--num-contexts is {request.num_contexts}", hint="score at least 1 context")
-
-
-def lane_control_name(request: KldRequest) -> str:
-    """Name the unquantized control: the reference in the lane under test."""
-    return f"{REFERENCE}-{request.lane.slug}"
-
-
-def _reference_arms(request: KldRequest) -> dict[str, tuple[Variant, Lane]]:
-    """Return the reference, its other precision, and outside prefill the reference in the lane under test."""
-    prefill = replace(request.lane, kind="prefill", rows=None)
-    arms = {
-        REFERENCE: (request.reference_precision, prefill),
-        floor_name(request): (floor_precision(request), prefill),
-    }
-    if request.lane.kind != "prefill":
-        arms[lane_control_name(request)] = (request.reference_precision, request.lane)
-    return {
-        name: (
-            Variant(
-                name=name,
-                doc=f"The BF16 weights with {precision} activations, {lane.name}.",
-                activations=precision,
-                linear="1-:reference",
-                embedding="stored",
-            ),
-            lane,
-        )
-        for name, (precision, lane) in arms.items()
-    }
-
-
-def _candidate_names(request: KldRequest, variants: dict[str, Variant]) -> dict[str, str]:
-    """Map arm names to what was asked for; a variant against itself runs twice and must give the same bits."""
-    baseline, variant = variants[request.baseline].name, variants[request.variant].name
-    return {baseline: request.baseline, variant if variant != baseline else f"{variant}-repeat": request.variant}
-
-
-def check_engagement(record: ArmRecord) -> None:
-    """Prove from counters that an arm ran what its variant declares.
-
-    Raises
-    ------
-    InvalidRunError
-        If a required route never launched, or a forbidden one did.
-    """
-    variant = record.spec.resolved
-    counts = Counter[str]()
-    for launch, count in record.launches.items():
-        counts[launch.route] += count
-    seen = ", ".join(f"{route} x {count}" for route, count in sorted(counts.items())) or "no EXL3 launch"
-    for route in variant.requires:
-        if not counts[route]:
-            raise InvalidRunError(
-                f"arm `{record.spec.name}` declares route `{route}`, which launched 0 times in lane "
-                f"{record.spec.lane.name} ({seen})",
-                hint="choose a lane whose row counts reach the route; a claim about a route that never ran is void",
-            )
-    for route in variant.forbids:
-        if counts[route]:
-            raise InvalidRunError(
-                f"arm `{record.spec.name}` forbids route `{route}`, which launched {counts[route]} times ({seen})",
-                hint="the dispatch sends rows there: change the variant",
-            )
-
-
-def _check_lane(request: KldRequest, variants: Iterable[Variant]) -> None:
-    for variant in variants:
-        if variant.lanes and request.lane.kind not in variant.lanes:
-            raise UsageError(
-                f"variant `{variant.name}` says nothing in lane {request.lane.name}",
-                hint=f"use --lane {variant.lanes[0]}",
-            )
-    request.lane.first_scored(request.num_positions)
+    def _control_of(self, arm: str) -> str | None:
+        name = lane_control_name(self.arms[arm].lane)
+        return name if name in self.arms else None
 
 
 def _digest_checkpoint(checkpoint: Checkpoint, label: str, reporter: Reporter) -> str:
@@ -256,8 +109,8 @@ def _digest_checkpoint(checkpoint: Checkpoint, label: str, reporter: Reporter) -
         return checkpoint_digest(checkpoint, progress=advance)
 
 
-def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter: Reporter) -> KldRun:
-    """Measure a variant against its baseline and the reference.
+def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter: Reporter) -> list[KldRun]:
+    """Measure a variant against its baseline and the reference, lane by lane.
 
     Parameters
     ----------
@@ -270,6 +123,11 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
     reporter : Reporter
         Told about progress.
 
+    Returns
+    -------
+    list of KldRun
+        One per lane, in the order asked for.
+
     Raises
     ------
     UsageError, CheckpointError, SuiteError
@@ -277,31 +135,24 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
     InvalidRunError
         If an arm ran but its result must not be read as a number.
     """
-    _check_request(request)
+    check_request(request)
     torch.set_num_threads(num_threads)
     pin_arithmetic()
     device = resolve_device(request.device)
+    start_server()
     variants = {name: load_variant(name) for name in dict.fromkeys((request.baseline, request.variant))}
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     resolved = {name: resolve_variant(variant, device.type, gpu=gpu) for name, variant in variants.items()}
-    _check_lane(request, variants.values())
-    model_dir, reference_dir = _model_directories(request)
-    model, reference = open_checkpoint(model_dir), open_checkpoint(reference_dir)
-    if reference.is_exl3 or reference.quant_method:
-        raise UsageError(
-            f"the reference {reference_dir.name} is quantized ({reference.quant_method or 'exl3'})",
-            hint="the reference is the 16-bit model",
-        )
-    if model.quant_method not in (None, "exl3"):
-        raise UsageError(f"{model_dir.name} is quantized as {model.quant_method}", hint="give an EXL3 directory")
+    check_lanes(request, variants.values())
+    model, reference = open_models(request)
     for variant in resolved.values():
         check_routes(model, variant.linear, device)
-    vocabulary = read_vocabulary(reference_dir)
-    check_same_vocabulary(vocabulary, read_vocabulary(model_dir))
+    vocabulary = read_vocabulary(reference.directory)
+    check_same_vocabulary(vocabulary, read_vocabulary(model.directory))
     suite = load_suite(request.suite)
     tokens = tokenize_suite(
         suite,
-        reference_dir,
+        reference.directory,
         split=request.split,
         num_contexts=request.num_contexts,
         num_tokens=request.num_positions + 1,
@@ -310,74 +161,240 @@ def run_kld(request: KldRequest, *, cache_dir: Path, num_threads: int, reporter:
     )
     model_sha = _digest_checkpoint(model, "model", reporter)
     reference_sha = _digest_checkpoint(reference, "reference", reporter)
+    under_test = list(dict.fromkeys(lane for v in variants.values() for lane in candidate_lanes(request.lanes, v)))
+    references = {
+        REFERENCE: (request.reference_precision, (PREFILL, *(lane for lane in under_test if lane != PREFILL))),
+        floor_name(request): (floor_precision(request), (PREFILL,)),
+    }
+    checkpoints = dict.fromkeys(variants, (model, model_sha))
+    for name, variant in resolved.items():
+        if variant.quantize != NO_QUANTIZING:
+            made = quantize_at_load(
+                reference,
+                reference_sha,
+                variant.quantize,
+                seed=request.seed,
+                device=device,
+                cache_dir=cache_dir,
+                num_threads=num_threads,
+                reporter=reporter,
+            )
+            check_routes(made, variant.linear, device)
+            checkpoints[name] = made, _digest_checkpoint(made, name, reporter)
     specs = [
         *(
-            ArmSpec(name=name, checkpoint=reference, checkpoint_sha256=reference_sha, declared=v, resolved=v, lane=lane)
-            for name, (v, lane) in _reference_arms(request).items()
+            ArmSpec(
+                name=name,
+                checkpoint=reference,
+                checkpoint_sha256=reference_sha,
+                declared=reference_variant(name, precision),
+                resolved=reference_variant(name, precision),
+                lanes=lanes,
+                is_reference=True,
+            )
+            for name, (precision, lanes) in references.items()
         ),
         *(
             ArmSpec(
                 name=name,
-                checkpoint=model,
-                checkpoint_sha256=model_sha,
+                checkpoint=checkpoints[source][0],
+                checkpoint_sha256=checkpoints[source][1],
                 declared=variants[source],
                 resolved=resolved[source],
-                lane=request.lane,
+                lanes=candidate_lanes(request.lanes, variants[source]),
             )
-            for name, source in _candidate_names(request, variants).items()
+            for name, source in candidate_names(request, variants).items()
         ),
     ]
     code = code_identity()
-    records, scored = _run_arms(request, specs, tokens, vocabulary, device, code, cache_dir, num_threads, reporter)
-    first = request.lane.first_scored(request.num_positions)
-    contexts = [
-        ScoredContext(name=c.id, cluster=c.cluster, stratum=c.stratum, ids_digest=c.digest, ids=c.ids, first=first)
-        for c in tokens.contexts
-    ]
-    arms = {name: arm for name, arm in scored.items() if name != REFERENCE}
-    with reporter.phase("score", len(contexts) * (request.num_positions - first), "positions") as advance:
-        scores = score_arms(
-            scored[REFERENCE],
-            arms,
-            contexts,
-            reference_name=REFERENCE,
-            num_threads=num_threads if device.type == "cpu" else 1,
-            on_context=advance,
-        )
-    records = {
-        name: replace(record, launches=dict(Counter(record.launches) + Counter(scores.launches[name])))
-        for name, record in records.items()
-    }
-    for record in records.values():
-        check_engagement(record)
-    table = build_table(scores.placed)
-    resampling = Resampling(seed=request.seed)
-    baseline_name, variant_name = specs[-2].name, specs[-1].name
-    summaries, comparison = reduce_positions(
-        table,
-        baseline=baseline_name,
-        variant=variant_name,
-        vocab_size=vocabulary.size,
-        resampling=resampling,
-        num_threads=num_threads,
-        reporter=reporter,
-    )
-    worst = {each.context for name in (baseline_name, variant_name) for each in summaries[name].worst}
-    return KldRun(
+    session = _Session(
         request=request,
         suite=suite,
         tokens=tokens,
         vocabulary=vocabulary,
-        arms=records,
-        scores=scores,
-        table=table,
-        candidates=list_candidates(scored, [context for context in contexts if context.name in worst]),
-        summaries=summaries,
-        comparison=comparison,
-        resampling=resampling,
+        device=device,
         code=code,
-        device=device_identity(device),
+        machine=device_identity(device),
+        cache_dir=cache_dir,
+        num_threads=num_threads,
+        reporter=reporter,
     )
+    outcomes = {spec.name: session.run(spec) for spec in specs}
+    heads = {
+        spec.name: outcomes[spec.name].probe.load(spec, vocab_size=vocabulary.size, device=device) for spec in specs
+    }
+    return [session.score_lane(lane, specs, outcomes, heads) for lane in request.lanes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """What every step of one call shares."""
+
+    request: KldRequest
+    suite: Suite
+    tokens: TokenSuite
+    vocabulary: Vocabulary
+    device: torch.device
+    code: dict[str, Any]
+    machine: dict[str, Any]
+    cache_dir: Path
+    num_threads: int
+    reporter: Reporter
+
+    def run(self, spec: ArmSpec) -> ArmOutcome:
+        """Run one arm in a process of its own."""
+        floors = self.tokens.contexts[:FLOOR_CONTEXTS] if spec.name != floor_name(self.request) else ()
+        task = ArmTask(
+            spec=spec,
+            contexts=tuple((c.digest, torch.from_numpy(c.ids[:-1].copy())) for c in self.tokens.contexts),
+            floor_contexts=tuple(
+                FloorContext(name=c.id, cluster=c.cluster, stratum=c.stratum, ids=c.ids) for c in floors
+            ),
+            contract=arm_contract(
+                spec, tokens=self.tokens.digest, engine=engine_contract_digest(self.code), device=self.machine
+            ),
+            vocab_size=self.vocabulary.size,
+            device=str(self.device),
+            cache_dir=self.cache_dir,
+            num_threads=self.num_threads,
+            trust_remote_code=self.request.trust_remote_code,
+            fresh=self.request.fresh,
+        )
+        return run_isolated(run_arm, task, self.reporter, label=f"arm `{spec.name}`")
+
+    def score_lane(
+        self,
+        lane: Lane,
+        specs: list[ArmSpec],
+        outcomes: Mapping[str, ArmOutcome],
+        heads: Mapping[str, Head],
+    ) -> KldRun:
+        """Score every arm of one lane, and reduce the positions to numbers."""
+        request = self.request
+        records = _lane_records(lane, specs, outcomes)
+        scored = {name: self._scored_arm(record, heads) for name, record in records.items()}
+        baseline, variant = specs[-2].name, specs[-1].name
+        for name in (baseline, variant) if request.shared_head else ():
+            record = records[name]
+            records[shared_head_name(name)] = replace(
+                record,
+                spec=replace(record.spec, resolved=replace(record.spec.resolved, head="reference")),
+            )
+            scored[shared_head_name(name)] = replace(scored[name], head=heads[REFERENCE])
+        first = lane.first_scored(request.num_positions)
+        contexts = [
+            ScoredContext(name=c.id, cluster=c.cluster, stratum=c.stratum, ids_digest=c.digest, ids=c.ids, first=first)
+            for c in self.tokens.contexts
+        ]
+        with self.reporter.phase(
+            f"score {lane.name}", len(contexts) * (request.num_positions - first), "positions"
+        ) as advance:
+            scores = score_arms(
+                scored[REFERENCE],
+                {name: arm for name, arm in scored.items() if name != REFERENCE},
+                contexts,
+                reference_name=REFERENCE,
+                num_threads=self.num_threads if self.device.type == "cpu" else 1,
+                on_context=advance,
+            )
+        records = {
+            name: replace(record, launches=dict(Counter(record.launches) + Counter(scores.launches[name])))
+            for name, record in records.items()
+        }
+        for record in records.values():
+            check_engagement(record)
+        table = build_table(scores.placed)
+        for name in (baseline, variant) if request.shared_head else ():
+            check_identical_head(table, name, heads[name], heads[REFERENCE])
+        resampling = Resampling(seed=request.seed)
+        summaries, comparison = reduce_positions(
+            table,
+            baseline=baseline,
+            variant=variant,
+            vocab_size=self.vocabulary.size,
+            resampling=resampling,
+            num_threads=self.num_threads,
+            reporter=self.reporter,
+        )
+        worst = {each.context for name in (baseline, variant) for each in summaries[name].worst}
+        measured = [
+            replace(placed, arm=label_floor(placed.arm, name))
+            for name, record in records.items()
+            if "@" not in name
+            for placed in outcomes[record.spec.name].floors.get(record.lane.name, [])
+        ]
+        return KldRun(
+            request=request,
+            lane=lane,
+            suite=self.suite,
+            tokens=self.tokens,
+            vocabulary=self.vocabulary,
+            arms=records,
+            scores=scores,
+            table=table,
+            floors=build_table(measured),
+            candidates=list_candidates(scored, [context for context in contexts if context.name in worst]),
+            summaries=summaries,
+            comparison=comparison,
+            resampling=resampling,
+            code=self.code,
+            device=self.machine,
+        )
+
+    def _scored_arm(self, record: ArmRecord, heads: Mapping[str, Head]) -> ScoredArm:
+        spec = record.spec
+        return ScoredArm(
+            capture=record.capture,
+            head=heads[spec.name if spec.resolved.head == "own" else REFERENCE],
+            device=self.device,
+            head_rows=record.lane.head_rows,
+            round_logits=spec.resolved.logits == "bfloat16",
+        )
+
+
+def check_identical_head(table: pa.Table, arm: str, own: Head, reference: Head) -> None:
+    """Hold an arm whose head is the reference's to exactly 0 between its two head lanes.
+
+    Raises
+    ------
+    InvalidRunError
+        If the heads have the same bytes and a divergence differs.
+    """
+    weights = [head.module.weight for head in (own, reference) if isinstance(head.module, torch.nn.Linear)]
+    if len(weights) < 2 or weights[0].dtype != weights[1].dtype or not torch.equal(*weights):
+        return
+    arms = split_arms(table)
+    if not arms[arm]["kl"].equals(arms[shared_head_name(arm)]["kl"]):
+        raise InvalidRunError(
+            f"arm `{arm}` has the reference's head, and differs from itself scored through the reference's head",
+            hint="the head lanes are not computed alike; please report it",
+        )
+
+
+def _lane_records(lane: Lane, specs: list[ArmSpec], outcomes: Mapping[str, ArmOutcome]) -> dict[str, ArmRecord]:
+    """Pick each arm's part in one lane: references in prefill, controls and candidates in the lane."""
+
+    def record(spec: ArmSpec, lane: Lane) -> ArmRecord:
+        outcome = outcomes[spec.name]
+        capture = outcome.captures[lane.name]
+        return ArmRecord(
+            spec=spec,
+            lane=lane,
+            capture=capture,
+            launches=capture.launches,
+            embedding_bytes=outcome.embedding_bytes,
+            attention=outcome.attention,
+        )
+
+    reference, floor, *candidates = specs
+    records = {spec.name: record(spec, PREFILL) for spec in (reference, floor)}
+    of_lane = [each for spec in candidates for each in spec.lanes if replace(each, graph=False) == lane]
+    for each in dict.fromkeys(of_lane):
+        if each != PREFILL:
+            records[lane_control_name(each)] = record(reference, each)
+    for spec in candidates:
+        records[spec.name] = record(spec, next(each for each in spec.lanes if each in of_lane))
+    return records
 
 
 def reduce_positions(
@@ -410,68 +427,3 @@ def reduce_positions(
         comparison = compare_arms((baseline, arms[baseline]), (variant, arms[variant]), resampling, executor=pool)
         advance(1)
     return summaries, comparison
-
-
-def _run_arms(
-    request: KldRequest,
-    specs: list[ArmSpec],
-    tokens: TokenSuite,
-    vocabulary: Vocabulary,
-    device: torch.device,
-    code: dict[str, Any],
-    cache_dir: Path,
-    num_threads: int,
-    reporter: Reporter,
-) -> tuple[dict[str, ArmRecord], dict[str, ScoredArm]]:
-    inputs = [(context.digest, torch.from_numpy(context.ids[:-1].copy())) for context in tokens.contexts]
-    machine = device_identity(device)
-    engine = engine_contract_digest(code)
-    records: dict[str, ArmRecord] = {}
-    scored: dict[str, ScoredArm] = {}
-    for spec in specs:
-        arm = load_arm(
-            spec.checkpoint,
-            spec.resolved,
-            vocab_size=vocabulary.size,
-            device=device,
-            trust_remote_code=request.trust_remote_code,
-        )
-        contract = {
-            "arm": spec.name,
-            "checkpoint": spec.checkpoint_sha256,
-            "variant": asdict(spec.resolved),
-            "tokens": tokens.digest,
-            "engine": engine,
-            "device": machine,
-            "attention": arm.attention,
-            "lane": spec.lane.name,
-            "scored": spec.lane.scored,
-        }
-        with reporter.phase(f"run {spec.name}", len(inputs) * request.num_positions, "positions") as advance:
-            capture = capture_arm(
-                arm,
-                inputs,
-                lane=spec.lane,
-                contract=contract,
-                cache_dir=cache_dir,
-                fresh=request.fresh,
-                num_threads=num_threads if device.type == "cpu" else 1,
-                on_context=advance,
-            )
-        records[spec.name] = ArmRecord(
-            spec=spec,
-            capture=capture,
-            launches=capture.launches,
-            embedding_bytes=arm.embedding_bytes,
-            attention=arm.attention,
-        )
-        scored[spec.name] = ScoredArm(
-            capture=capture,
-            head=arm.head if spec.resolved.head == "own" else scored[REFERENCE].head,
-            device=device,
-            head_rows=spec.lane.head_rows,
-            round_logits=spec.resolved.logits == "bfloat16",
-        )
-        del arm
-        gc.collect()
-    return records, scored

@@ -6,6 +6,7 @@ count, and overlays. Both the declaration and its resolution go into the receipt
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -22,6 +23,8 @@ EMBEDDINGS = ("stored", "int8")
 MEASURED = "measured"
 LOGITS = ("float32", "bfloat16")
 HEADS = ("own", "reference")
+GRAPHS = ("off", "decode")
+NO_QUANTIZING = "none"
 LISTS = ("requires", "forbids", "lanes")
 _DEVICE_DEFAULTS = {
     "cpu": {"activations": "float32", "linear": "1-:reference"},
@@ -48,6 +51,11 @@ class Variant:
         `stored`, or `int8` for the per-row int8 overlay of the input embedding.
     head : str
         `own`, or `reference` to score the arm's hidden states through the reference's head (isolates the body).
+    graphs : str
+        `off`, or `decode` to replay decode steps from a CUDA graph.
+    quantize : str
+        `none`, or `<bits>-<codebook>` to run the 16-bit source quantized at load, without calibration, in place of the
+        checkpoint.
     logits : str
         `float32`, or `bfloat16` to round them: a known-bad control.
     requires : tuple of str
@@ -69,6 +77,8 @@ class Variant:
     linear: str
     embedding: str
     head: str = "own"
+    graphs: str = "off"
+    quantize: str = "none"
     logits: str = "float32"
     requires: tuple[str, ...] = ()
     forbids: tuple[str, ...] = ()
@@ -93,6 +103,7 @@ class Variant:
             ("activations", (AUTO, *ACTIVATIONS)),
             ("embedding", EMBEDDINGS),
             ("head", HEADS),
+            ("graphs", GRAPHS),
             ("logits", LOGITS),
         ):
             value = getattr(self, field_name)
@@ -100,6 +111,11 @@ class Variant:
                 raise UsageError(
                     f"variant {self.name!r}: `{field_name}` is {value!r}", hint=f"use one of: {', '.join(known)}"
                 )
+
+        if self.quantize != NO_QUANTIZING and re.fullmatch(r"[1-8]-(mcg|mul1|3inst)", self.quantize) is None:
+            raise UsageError(
+                f"variant {self.name!r}: `quantize` is {self.quantize!r}", hint='use "none", or for instance "6-mcg"'
+            )
 
     @property
     def is_resolved(self) -> bool:

@@ -17,11 +17,13 @@ import pyarrow as pa
 
 from exl3eval.compare import ArmSummary, Resampling, check_sanity, compare_arms, summarise_arm
 from exl3eval.errors import Exl3EvalError, InvalidRunError, UsageError
-from exl3eval.receipt import POSITIONS_FILE, RECEIPT_FILE, SCHEMA
-from exl3eval.records import canonical_json, digest_file, digest_value, read_json
+from exl3eval.floors import floor_means
+from exl3eval.receipt import FLOORS_FILE, POSITIONS_FILE, RECEIPT_FILE, SCHEMA
+from exl3eval.records import RECEIPT_DIGEST, canonical_json, digest_file, digest_value, read_json, read_receipt
 from exl3eval.score.positions import read_positions, split_arms
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-15
+DERIVED_FILES = ("verdict.json", "badge.json", "report.json")
 RUN_AGAIN = "run `exl3eval kld --out` again; a stored run is never edited"
 
 
@@ -35,7 +37,7 @@ def read_stored_run(folder: Path) -> tuple[dict[str, Any], Mapping[str, pa.Table
     InvalidRunError
         If a file is damaged or a digest does not match.
     """
-    for name in (RECEIPT_FILE, POSITIONS_FILE):
+    for name in (RECEIPT_FILE, POSITIONS_FILE, FLOORS_FILE):
         if not (folder / name).is_file():
             raise UsageError(f"{folder.name} holds no {name}", hint="give a folder written by `exl3eval kld --out`")
     try:
@@ -48,13 +50,52 @@ def read_stored_run(folder: Path) -> tuple[dict[str, Any], Mapping[str, pa.Table
     try:
         for field in ("identity", "results"):
             _check_digest(RECEIPT_FILE, f"`{field}`", receipt[f"{field}_digest"], digest_value(receipt[field]))
-        _check_digest(POSITIONS_FILE, "sha256", receipt["positions_sha256"], digest_file(folder / POSITIONS_FILE))
+        for name in (POSITIONS_FILE, FLOORS_FILE):
+            stored = receipt[f"{name.partition('.')[0]}_sha256"]
+            _check_digest(name, "sha256", stored, digest_file(folder / name))
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidRunError(f"{RECEIPT_FILE} lacks or misuses {error}", hint=RUN_AGAIN) from error
+    read_receipt(folder / RECEIPT_FILE)
     try:
         return receipt, split_arms(read_positions(folder / POSITIONS_FILE))
     except Exl3EvalError as error:
         raise InvalidRunError(error.message, hint=error.hint) from error
+
+
+def find_receipts(place: Path) -> list[Path]:
+    """Return what there is to verify at a place: run folders and receipts, in path order.
+
+    Raises
+    ------
+    UsageError
+        If there is none.
+    """
+    if place.is_file():
+        return [place]
+    found = [path for path in place.rglob("*.json") if path.name not in DERIVED_FILES]
+    runs = {path.parent for path in place.rglob(POSITIONS_FILE)}
+    receipts = sorted(runs | {path for path in found if path.name != RECEIPT_FILE or path.parent not in runs})
+    if not receipts:
+        raise UsageError(f"{place.name} holds no receipt", hint="give a receipt, a run's folder, or a folder of them")
+    return receipts
+
+
+def verify_place(place: Path, *, executor: Executor | None = None) -> dict[str, Any]:
+    """Verify a run folder from its positions, or a bare receipt by its digest; return what was found.
+
+    Raises
+    ------
+    UsageError
+        If there is nothing of the kind.
+    InvalidRunError
+        If a digest or a number does not match.
+    """
+    if place.is_dir():
+        receipt, arms = verify_run(place, executor=executor)
+        rows = {name: table.num_rows for name, table in arms.items()}
+        return {"verified": "every number", "results_digest": receipt["results_digest"], "positions": rows}
+    receipt = read_receipt(place)
+    return {"verified": "the digest", "schema": receipt.get("schema"), RECEIPT_DIGEST: receipt[RECEIPT_DIGEST]}
 
 
 def verify_run(folder: Path, *, executor: Executor | None = None) -> tuple[dict[str, Any], Mapping[str, pa.Table]]:
@@ -73,9 +114,12 @@ def verify_run(folder: Path, *, executor: Executor | None = None) -> tuple[dict[
         stored = {
             "arms": receipt["results"]["arms"],
             "comparison": receipt["results"]["comparison"],
-            "floors": {name: receipt["results"]["floors"].get(name) for name in ("reference_rounding", "lane_control")},
+            "floors": {
+                name: value for name, value in receipt["results"]["floors"].items() if name != "repeat_difference"
+            },
         }
         fresh = recompute_results(receipt, arms, executor=executor)
+        fresh["floors"] |= floor_means(split_arms(read_positions(folder / FLOORS_FILE)))
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidRunError(f"{RECEIPT_FILE} lacks or misuses {error}", hint=RUN_AGAIN) from error
     if difference := first_difference(stored, fresh):
@@ -105,8 +149,8 @@ def recompute_results(
     summaries = dict(zip(arms, reduced, strict=True))
     check_sanity(list(summaries.values()), receipt["identity"]["vocabulary"]["size"])
     comparison = compare_arms((baseline, arms[baseline]), (variant, arms[variant]), resampling, executor=executor)
-    control = receipt["results"]["floors"].get("lane_control")
-    floors = {"reference_rounding": floor, "lane_control": control["arm"] if control else None}
+    controls = {name: receipt["results"]["floors"].get(name) for name in ("lane_control", "graph_control")}
+    floors = {"reference_rounding": floor} | {name: c["arm"] if c else None for name, c in controls.items()}
     results = {
         "arms": {name: asdict(summary) for name, summary in summaries.items()},
         "comparison": asdict(comparison),

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from exl3eval.errors import EXIT_INVALID, InvalidRunError, UsageError
-from exl3eval.records import digest_file, digest_value, write_json
+from exl3eval.records import digest_file, digest_value, seal, write_json
 from exl3eval.report.study import load_study
 from exl3eval.verify import first_difference, verify_run
 
@@ -18,7 +18,7 @@ RUN = Path(__file__).parent / "data" / "report_run"
 
 @pytest.fixture
 def run(tmp_path):
-    for name in ("receipt.json", "positions.parquet"):
+    for name in ("receipt.json", "positions.parquet", "floors.parquet"):
         shutil.copyfile(RUN / name, tmp_path / name)
     return tmp_path
 
@@ -29,7 +29,7 @@ def edit(run, change, *, redigest=True):
     if redigest:
         for field in ("identity", "results"):
             receipt[f"{field}_digest"] = digest_value(receipt[field])
-    write_json(run / "receipt.json", receipt)
+    write_json(run / "receipt.json", seal(receipt))
 
 
 def edit_positions(run, column, change):
@@ -47,14 +47,35 @@ def test_an_untouched_run_is_believed(run):
     assert receipt["variant"] == "int8-embed"
 
 
-def test_one_flipped_byte_of_the_positions_is_seen(run):
-    path = run / "positions.parquet"
+@pytest.mark.parametrize("name", ["positions.parquet", "floors.parquet"])
+def test_one_flipped_byte_of_a_table_is_seen(run, name):
+    path = run / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(InvalidRunError, match=r"positions\.parquet: sha256 was altered") as caught:
+    with pytest.raises(InvalidRunError, match=rf"{name}: sha256 was altered") as caught:
         verify_run(run)
     assert caught.value.exit_code == EXIT_INVALID
+
+
+def test_one_flipped_bit_anywhere_in_a_receipt_is_seen(run):
+    path = run / "receipt.json"
+    data = path.read_bytes()
+    for place in range(0, len(data), 97):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(InvalidRunError):
+            verify_run(run)
+
+
+@pytest.mark.parametrize("field", ["created", "warnings", "checkpoint_notes"])
+def test_what_no_number_depends_on_is_sealed_too(run, field):
+    receipt = json.loads((run / "receipt.json").read_text())
+    receipt[field] = "2026"
+    write_json(run / "receipt.json", receipt)
+    with pytest.raises(InvalidRunError, match=r"receipt\.json was altered"):
+        verify_run(run)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +88,7 @@ def test_one_flipped_byte_of_the_positions_is_seen(run):
         (("results", "comparison", "paired", "delta", "interval"), {"low": -1.0, "high": 1.0}),
         (("results", "comparison", "identical"), True),
         (("results", "floors", "reference_rounding", "kl"), 0.5),
+        (("results", "floors", "self_noise", "reference"), 0.5),
         (("resampling", "seed"), 7),
         (("identity", "tokens", "num_contexts"), 25),
     ],

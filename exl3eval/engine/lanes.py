@@ -6,23 +6,28 @@ same ids:
 - `prefill`: the whole context in one forward;
 - `chunked[C]`: in forwards of C tokens over a key-value cache;
 - `decode[M]`: M contexts in lock step, one token each per forward, after a prefix that is prefilled: the
-  linears see exactly M rows.
+  linears see exactly M rows. The cache is static, so that `decode[M,graph]`, which replays one captured step,
+  differs from it by the replay alone.
 
 Shapes: B contexts of a batch, T input ids, S scored positions (the last S of T), H hidden size.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from exl3_kernels.routes import parse_dispatch
+from exl3eval.engine.graphs import DecodeGraph, cache_argument, static_cache
 from exl3eval.errors import UsageError
 
 KINDS = ("prefill", "chunked", "decode")
+USUAL_ROWS = (1, 2, 4, 8, 16)
+MOST_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,30 +42,40 @@ class Lane:
         Tokens per forward of `chunked`, contexts per forward of `decode`; None for `prefill`.
     scored : int or None
         Positions scored at the end of each context; None for all of them.
+    graph : bool
+        Replay a CUDA graph of the decode step instead of running it eagerly.
     """
 
     kind: str
     rows: int | None = None
     scored: int | None = None
+    graph: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UsageError(f"unknown lane {self.kind!r}", hint=f"use one of: {', '.join(KINDS)}")
         if (self.rows is None) != (self.kind == "prefill"):
             raise UsageError(f"lane {self.kind!r} with rows {self.rows}", hint="chunked and decode lanes have rows")
+        if self.graph and self.kind != "decode":
+            raise UsageError(f"lane {self.kind!r} under CUDA graphs", hint="graphs replay decode steps: --lane decode")
         for value in (self.rows, self.scored):
             if value is not None and value < 1:
                 raise UsageError(f"lane {self.kind!r} with {value} rows or positions", hint="use 1 or more")
 
     @property
     def name(self) -> str:
-        """As in reports: `prefill`, `chunked[128]`, `decode[4]`."""
-        return self.kind if self.rows is None else f"{self.kind}[{self.rows}]"
+        """As in reports: `prefill`, `chunked[128]`, `decode[4]`, `decode[4,graph]`."""
+        return self.kind if self.rows is None else f"{self.kind}[{self.rows}{',graph' if self.graph else ''}]"
 
     @property
     def slug(self) -> str:
         """As a folder name."""
-        return self.kind if self.rows is None else f"{self.kind}-{self.rows}"
+        return self.kind if self.rows is None else f"{self.kind}-{self.rows}{'-graph' if self.graph else ''}"
+
+    @property
+    def kv_cache(self) -> str | None:
+        """What keys and values are kept in: it grows in chunked lanes and is static in decode lanes."""
+        return None if self.kind == "prefill" else "activation dtype"
 
     @property
     def batch(self) -> int:
@@ -89,7 +104,7 @@ class Lane:
         return first
 
 
-def parse_lanes(kinds: list[str], *, rows: str, chunks: str, decode_positions: int) -> list[Lane]:
+def parse_lanes(kinds: list[str], *, rows: Iterable[int], chunks: str, decode_positions: int) -> list[Lane]:
     """Turn command line words into lanes: every chunk size and every row count is a lane of its own.
 
     Raises
@@ -100,9 +115,9 @@ def parse_lanes(kinds: list[str], *, rows: str, chunks: str, decode_positions: i
     lanes: list[Lane] = []
     for kind in kinds:
         if kind == "chunked":
-            lanes += [Lane(kind=kind, rows=size) for size in _integers(chunks, "--chunks")]
+            lanes += [Lane(kind=kind, rows=size) for size in parse_integers(chunks, "--chunks")]
         elif kind == "decode":
-            lanes += [Lane(kind=kind, rows=m, scored=decode_positions) for m in _integers(rows, "--rows")]
+            lanes += [Lane(kind=kind, rows=m, scored=decode_positions) for m in rows]
         else:
             lanes.append(Lane(kind=kind))
     if len({lane.name for lane in lanes}) != len(lanes):
@@ -110,14 +125,33 @@ def parse_lanes(kinds: list[str], *, rows: str, chunks: str, decode_positions: i
     return lanes
 
 
-def _integers(text: str, option: str) -> list[int]:
+def threshold_rows(dispatches: Iterable[str]) -> list[int]:
+    """Return the decode row counts that reach every route: 1, 2, 4, 8, 16 and both sides of each threshold.
+
+    Parameters
+    ----------
+    dispatches : iterable of str
+        Of the variants to be compared. Thresholds above 256 rows belong to prefill and are left to that lane.
+    """
+    edges = {r.last for dispatch in dispatches for r in parse_dispatch(dispatch) if r.last and r.last < MOST_ROWS}
+    return sorted({*USUAL_ROWS, *edges, *(edge + 1 for edge in edges)})
+
+
+def parse_integers(text: str, option: str) -> list[int]:
+    """Parse `1,4,16`.
+
+    Raises
+    ------
+    UsageError
+        On anything else.
+    """
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         raise UsageError(f"{option} is {text!r}", hint="give whole numbers, such as 1,4,16")
     return [int(part) for part in text.split(",")]
 
 
 @torch.inference_mode()
-def run_batch(decoder: nn.Module, ids_BT: torch.Tensor, lane: Lane) -> torch.Tensor:
+def run_batch(decoder: nn.Module, ids_BT: torch.Tensor, lane: Lane, graph: DecodeGraph | None = None) -> torch.Tensor:
     """Run a batch of contexts through one lane.
 
     Parameters
@@ -128,32 +162,28 @@ def run_batch(decoder: nn.Module, ids_BT: torch.Tensor, lane: Lane) -> torch.Ten
         int [B, T] on the decoder's device; B is 1 except in decode lanes.
     lane : Lane
         The regime.
+    graph : DecodeGraph or None
+        The captured step of a lane under graphs.
 
     Returns
     -------
     Tensor
         Post-final-norm hidden states of the scored positions, [B, S, H].
     """
-    num_inputs = ids_BT.shape[1]
-    first = lane.first_scored(num_inputs)
+    first = lane.first_scored(ids_BT.shape[1])
     ids_BT = ids_BT.long()
     if lane.kind == "prefill":
         return decoder(input_ids=ids_BT, use_cache=False).last_hidden_state[:, first:]
-    from transformers import DynamicCache
+    if lane.kind == "chunked":
+        from transformers import DynamicCache
 
-    cache = {_cache_argument(decoder): DynamicCache(), "use_cache": True}
-    widths = [lane.rows or 1] * -(-num_inputs // (lane.rows or 1)) if lane.kind == "chunked" else [first]
-    widths += [1] * (num_inputs - first) if lane.kind == "decode" else []
-    states, start = [], 0
-    for width in widths:
-        states.append(decoder(input_ids=ids_BT[:, start : start + width], **cache).last_hidden_state)
-        start += width
-    if lane.kind == "decode":
-        states = states[1:]
-    return torch.cat(states, dim=1)[:, -(num_inputs - first) :]
-
-
-def _cache_argument(decoder: nn.Module) -> str:
-    """Name the key-value cache argument, which transformers renamed in 5.24."""
-    parameters = inspect.signature(decoder.forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
+        cache = {cache_argument(decoder): DynamicCache(), "use_cache": True}
+        chunks = ids_BT.split(lane.rows or 1, dim=1)
+        states = [decoder(input_ids=chunk, **cache).last_hidden_state for chunk in chunks]
+        return torch.cat(states, dim=1)[:, first:]
+    if graph is not None:
+        return graph.run(ids_BT, first)
+    cache = {cache_argument(decoder): static_cache(decoder, ids_BT.shape[1]), "use_cache": True}
+    decoder(input_ids=ids_BT[:, :first], **cache)
+    steps = ids_BT[:, first:].split(1, dim=1)
+    return torch.cat([decoder(input_ids=step, **cache).last_hidden_state for step in steps], dim=1)

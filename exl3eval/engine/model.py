@@ -10,7 +10,7 @@ Shapes: T positions, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +19,16 @@ from torch import nn
 from exl3_kernels.embedding import Int8Embedding
 from exl3_kernels.linear import Exl3Linear
 from exl3eval.checkpoint.directory import Checkpoint
-from exl3eval.engine.head import Head, make_head
+from exl3eval.engine.graphs import DecodeGraph
+from exl3eval.engine.head import Head, HeadSource, find_head, make_head
 from exl3eval.engine.lanes import Lane, run_batch
-from exl3eval.engine.placement import Placement, fill_parameters, place_exl3_modules, replace_module
-from exl3eval.errors import CheckpointError, InvalidRunError
+from exl3eval.engine.placement import (
+    Placement,
+    fill_parameters,
+    place_exl3_modules,
+    replace_module,
+)
+from exl3eval.errors import CheckpointError, InvalidRunError, UsageError
 from exl3eval.variant import Variant
 
 PROBE_TOKENS = 16
@@ -38,13 +44,19 @@ class EmbeddingBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmModel:
-    """A loaded arm: ids to post-final-norm hidden states, and hidden states to FP32 logits."""
+    """A loaded arm: ids to post-final-norm hidden states, and hidden states to FP32 logits.
 
+    A step captured for a lane under graphs is kept for the lane's next batch.
+    """
+
+    model: nn.Module
     decoder: nn.Module
     head: Head
     device: torch.device
+    head_source: HeadSource
     embedding_bytes: EmbeddingBytes
     attention: str
+    _graphs: dict[tuple[int, int], DecodeGraph] = field(default_factory=dict, repr=False)
 
     def hidden_states(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Run one context in one prefill: int [T] -> [T, H], in the dtype that the model emits.
@@ -63,8 +75,11 @@ class ArmModel:
         ------
         InvalidRunError
             If a hidden state is not finite.
+        UsageError
+            If the lane needs a CUDA graph and cannot have one.
         """
-        hidden_BSH = run_batch(self.decoder, ids_BT.to(self.device), lane)
+        ids_BT = ids_BT.to(self.device)
+        hidden_BSH = run_batch(self.decoder, ids_BT, lane, self._graph(ids_BT) if lane.graph else None)
         finite_S = torch.isfinite(hidden_BSH).all(dim=2).all(dim=0)
         if not bool(finite_S.all()):
             raise InvalidRunError(
@@ -72,6 +87,29 @@ class ArmModel:
                 hint="activations overflowed or the checkpoint is damaged; no number is reported",
             )
         return hidden_BSH
+
+    @torch.inference_mode()
+    def _graph(self, ids_BT: torch.Tensor) -> DecodeGraph:
+        if self.device.type != "cuda":
+            raise UsageError("CUDA graphs need a GPU", hint="use --device cuda, or a variant without graphs")
+        shape = (ids_BT.shape[0], ids_BT.shape[1])
+        if shape not in self._graphs:
+            self._graphs[shape] = DecodeGraph(self.decoder, ids_BT.long())
+        return self._graphs[shape]
+
+    def can_replay(self, ids_BT: torch.Tensor) -> bool:
+        """Whether a decode step of this model can be captured, for batches of this shape."""
+        try:
+            self._graph(ids_BT.to(self.device))
+        except UsageError:
+            return False
+        return True
+
+    @torch.inference_mode()
+    def live_logits(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the logits that the whole model emits in one prefill, FP32: int [T] -> [T, V]."""
+        logits_TW = self.model(input_ids=ids_T[None].to(self.device), use_cache=False).logits[0]
+        return logits_TW[:, : self.head.vocab_size].float()
 
 
 def _load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
@@ -281,17 +319,20 @@ def load_arm(
     table = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     stored_bytes = table.numel() * _stored_width(checkpoint, table)
     head = make_head(model, vocab_size=vocab_size)
+    head_source = find_head(model, checkpoint, head)
     if variant.embedding == "int8":
         overlay_embedding(model, dtype=dtype)
     overlay = next((module for module in model.modules() if isinstance(module, Int8Embedding)), None)
     arm = ArmModel(
+        model=model,
         decoder=model.base_model,  # type: ignore[arg-type]
         head=head,
+        head_source=head_source,
         device=device,
         embedding_bytes=EmbeddingBytes(stored=stored_bytes, run=overlay.num_bytes if overlay else stored_bytes),
         attention=str(getattr(model.config, "_attn_implementation", "unknown")),
     )
-    _check_head(model, arm, vocab_size)
+    _check_head(arm)
     return arm
 
 
@@ -305,20 +346,37 @@ def _stored_width(checkpoint: Checkpoint, table: torch.Tensor) -> int:
     return widths[0] if widths else table.element_size()
 
 
-@torch.inference_mode()
-def _check_head(model: nn.Module, arm: ArmModel, vocab_size: int) -> None:
-    """Compare `head(hidden states)` with the model's own logits on a few tokens."""
-    ids_T = torch.arange(PROBE_TOKENS, device=arm.device) * 37 % vocab_size
-    own_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :, :vocab_size].float()
-    ours_TV = arm.head.logits(arm.hidden_states(ids_T))
+def _check_head(arm: ArmModel) -> None:
+    """Compare `head(hidden states)` with the model's own logits on a few tokens, which must say something."""
+    ids_T = torch.arange(PROBE_TOKENS, device=arm.device) * 37 % arm.head.vocab_size
+    own_TV = arm.live_logits(ids_T)
+    hidden_TH = arm.hidden_states(ids_T)
+    check_probe(hidden_TH, type(arm.model).__name__)
+    ours_TV = arm.head.logits(hidden_TH)
     scale = float(own_TV.abs().amax().clamp_min(1.0))
-    tolerance = 2e-2 if own_TV.dtype != torch.float32 or _is_half(model) else 1e-4
+    tolerance = 2e-2 if _is_half(arm.model) else 1e-4
     worst = float((own_TV - ours_TV).abs().max())
     if not worst <= tolerance * scale:
         raise InvalidRunError(
-            f"{type(model).__name__}: the model's logits differ from its head applied to its hidden states by "
+            f"{type(arm.model).__name__}: the model's logits differ from its head applied to its hidden states by "
             f"{worst:.3g} (largest logit {scale:.3g})",
             hint="this architecture transforms hidden states or logits in a way that scoring does not know",
+        )
+
+
+def check_probe(hidden_TH: torch.Tensor, what: str) -> None:
+    """Refuse a probe that cannot tell a right kernel from a wrong one: zero, or the same at every token.
+
+    Raises
+    ------
+    InvalidRunError
+        If the hidden states [T, H] of different tokens are all zero or all equal.
+    """
+    if not bool(hidden_TH.any()):
+        raise InvalidRunError(f"{what}: every hidden state of the probe is zero", hint="the checkpoint is damaged")
+    if len(hidden_TH) > 1 and bool((hidden_TH == hidden_TH[0]).all()):
+        raise InvalidRunError(
+            f"{what}: {len(hidden_TH)} different tokens give one hidden state", hint="the checkpoint is damaged"
         )
 
 

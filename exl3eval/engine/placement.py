@@ -105,6 +105,14 @@ def check_routes(checkpoint: Checkpoint, dispatch: str, device: torch.device) ->
                 )
 
 
+def dispatches_of(checkpoint: Checkpoint, dispatch: str, device: torch.device) -> set[str]:
+    """Return every dispatch that the modules of a checkpoint get: one, or those of the GPU's table."""
+    if not dispatch.startswith(MEASURED):
+        return {dispatch}
+    gpu = torch.cuda.get_device_name(device)
+    return {dispatch_for(gpu, m.in_features, m.out_features, m.bits) for m in checkpoint.modules.values()}
+
+
 def model_name(name: str) -> str:
     """Translate a checkpoint name to the name that transformers 5 gives the module."""
     for stored, ours in _RENAMES:
@@ -277,7 +285,7 @@ def fill_parameters(model: nn.Module, placement: Placement) -> None:
                 f"{stored}: stored, but {type(model).__name__} has no such parameter",
                 hint="the configuration belongs to another model?",
             )
-        tensor = _cut_padding(load_plain(checkpoint, stored, placement.device), slot.shape)
+        tensor = cut_padding(load_plain(checkpoint, stored, placement.device), slot.shape)
         if tensor.shape != slot.shape:
             raise CheckpointError(
                 f"{stored} is {list(tensor.shape)}, the model expects {list(slot.shape)}",
@@ -297,7 +305,7 @@ def fill_parameters(model: nn.Module, placement: Placement) -> None:
         )
 
 
-def _cut_padding(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def cut_padding(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Cut zero padding up to a multiple of 128 that upstream leaves on 16-bit linears."""
     if tensor.dim() != 2 or len(shape) != 2 or tensor.shape == shape:
         return tensor

@@ -245,12 +245,13 @@ def _quick_run(variant: str) -> Iterator[list[Path]]:
     """Measure a small run of the bundled model into a temporary folder."""
     from exl3eval.progress import TerminalReporter
     from exl3eval.receipt import write_run
-    from exl3eval.run import KldRequest, run_kld
+    from exl3eval.request import KldRequest
+    from exl3eval.run import run_kld
     from exl3eval.settings import load_settings
 
     settings = load_settings()
     request = KldRequest(variant=variant, num_contexts=32, num_positions=64)
-    run = run_kld(
+    (run,) = run_kld(
         request, cache_dir=settings.cache_dir, num_threads=settings.num_threads, reporter=TerminalReporter(quiet=True)
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ import torch
 
 from exl3_kernels import gpu_routes  # noqa: F401  registers the routes
 from exl3_kernels.cuda import load_library
-from exl3_kernels.decode import BLOCKS_PER_MULTIPROCESSOR, thread_blocks
+from exl3_kernels.decode import DECODE, multiprocessors
 from exl3_kernels.prefill import release_workspaces, workspace_bytes
 from exl3_kernels.routes import ROUTES
 from exl3_kernels.weight import BLOCK, MULTIPLIERS, Exl3Weight
@@ -145,15 +145,15 @@ def _bind(function: Callable[..., object], *arguments: object, **options: object
 
 def _bind_probe(weight: Exl3Weight) -> Callable[[], object]:
     k, n, device = weight.in_features, weight.out_features, weight.trellis.device
-    ctas = thread_blocks(k, n, device, BLOCKS_PER_MULTIPROCESSOR)
+    teams = DECODE.teams((k // BLOCK) * (n // BLOCK), multiprocessors(device))
     rotated = torch.zeros(8 * k, dtype=torch.float16, device=device)
-    partial = torch.empty((ctas + n // BLOCK) * BLOCK, device=device)
+    partial = torch.empty((teams + n // BLOCK) * BLOCK, device=device)
     library = load_library(device)
 
     def launch() -> None:
         library.call(
             "exl3_gemm", weight.trellis.data_ptr(), rotated.data_ptr(), partial.data_ptr(), 1, 1, k, n, weight.bits,
-            PROBE_CODEBOOK, ctas, 0, torch.cuda.current_stream().cuda_stream,
+            PROBE_CODEBOOK, teams, 1, 0, torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
 
     return launch

@@ -9,7 +9,7 @@ from exl3_kernels.dispatch import MeasuredShape, choose_dispatch, render_table
 from exl3eval.kernel_bench.geometry import Geometry
 from exl3eval.kernel_bench.measure import Measurement
 
-ROUTES = ("decode-gemm", "shared-decode", "wide-decode", "prefill-reconstruct", "prefill-fused")
+ROUTES = ("decode-gemm", "shared-decode", "wide-decode", "prefill-reconstruct", "prefill-half", "prefill-fused")
 ROWS = (1, 8, 16, 32, 64, 128, 144, 192, 256, 384, 512, 1024, 2048, 4096)
 
 

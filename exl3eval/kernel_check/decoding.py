@@ -10,6 +10,7 @@ import torch
 
 from exl3_kernels.codebook import codebook_values
 from exl3_kernels.hadamard import NORM, hadamard_128
+from exl3_kernels.prefill import rotates_rows
 from exl3_kernels.reconstruct import inner_weight
 from exl3_kernels.weight import BLOCK, CODEBOOKS, Exl3Weight
 from exl3eval.kernel_check.finding import Evidence, Skipped
@@ -28,6 +29,9 @@ TABLE_SHA256 = {
     "mcg": "95383563929baa9d1ae5de0be22490284382673620bdd85929feea7bdbef04a9",
     "mul1": "bc48d02cb1c14939dc47b90f870dd689d63e3b1ab69a157e65538db68677a6c8",
 }
+# Values of mcg and 3inst are multiples of 2^-13 below 4, so fp32 sums of up to 2^9 of them are exact: of the fourteen
+# stages the last five round, and so do the two multiplications by the scales. Of equal words every sum runs into one
+# weight, and each of the seven is off by at most u of it; of random words they are smaller and independent.
 FUSED_SLACK = 8 * UNIT
 ROUNDED_TO_E4M3 = Skipped(reason="its weights are rounded to E4M3: bits are not promised")
 
@@ -92,20 +96,23 @@ def one_hot_decode(subject: Subject, scope: Scope) -> Evidence | Skipped:
     if subject.traits.arithmetic == "e4m3":
         return ROUNDED_TO_E4M3
     k, n = scope.one_hot
+    shapes = ((k, n), (n, k)) if subject.traits.arithmetic == "half16" and k != n else ((k, n),)
     worst, cases, where = 0.0, 0, ""
     counts = subject.one_hot_rows(scope)
     for bits in scope.bits:
         for codebook in CODEBOOKS:
-            weight = make_weight(k, n, bits, codebook, device=subject.device, seed=bits, unit_scales=True)
-            inner = decode_weight(weight.trellis, codebook).to(subject.device)
-            for rows in subject.rows(counts, weight):
-                differ = one_hot_differences(subject, weight, inner, rows)
-                if differ > worst:
-                    worst, where = differ, f"K {bits}, {codebook}, {rows} rows"
-                cases += inner.numel()
+            for k, n in shapes:
+                weight = make_weight(k, n, bits, codebook, device=subject.device, seed=bits, unit_scales=True)
+                inner = decode_weight(weight.trellis, codebook).to(subject.device)
+                for rows in subject.rows(counts, weight):
+                    differ = one_hot_differences(subject, weight, inner, rows)
+                    if differ > worst:
+                        worst, where = differ, f"{k} x {n}, K {bits}, {codebook}, {rows} rows"
+                    cases += inner.numel()
     return _decoded(
         subject,
-        f"one-hot rows, {k} x {n}, K {scope.bits}, three codebooks, rows {compact(counts)}",
+        f"one-hot rows, {' and '.join(f'{k} x {n}' for k, n in shapes)}, K {scope.bits}, three codebooks,"
+        f" rows {compact(counts)}",
         cases,
         worst,
         where,
@@ -161,19 +168,26 @@ def one_hot_differences(subject: Subject, weight: Exl3Weight, inner: torch.Tenso
     exact, and the result has the bits of the fp32 transform of c W: the count of others is returned, and likewise for
     a dense weight in fp32. A dense weight in float16 may round a tie of its fp32 transform the other way: returned is
     then the worst error over half a unit in the last place plus the transform's own error, 8 u of the largest weight.
+    So it is for a weight transformed on one side, once its rotated sums are rotated back.
     """
     k, arithmetic = weight.in_features, subject.traits.arithmetic
-    x = one_hot_rows(k, rotated=arithmetic == "rotated", device=subject.device)
+    turned = arithmetic == "rotated" or (arithmetic == "half16" and rotates_rows(weight))
+    x = one_hot_rows(k, rotated=turned, device=subject.device)
     index = torch.arange(-(-k // rows) * rows, device=subject.device) % k
     got = torch.cat([subject.run(x[part], weight, torch.float32) for part in index.split(rows)])
+    peak = (torch.tensor(float(BLOCK), device=subject.device) * NORM).half().float()
     if arithmetic == "rotated":
-        peak = (torch.tensor(float(BLOCK), device=subject.device) * NORM).half().float()
         return count_differing(got, hadamard_128(peak * inner.float())[index])
-    dense = dense_of(inner.double(), weight)[index]
+    if arithmetic == "half16":
+        expected = peak * hadamard_128(inner.double()) if turned else hadamard_128(inner.double().T).T
+        got = got.double() if turned else hadamard_128(got.double())
+    else:
+        expected = dense_of(inner.double(), weight)
+    expected = expected[index]
     if arithmetic == "dense32":
-        return count_differing(got, dense.float())
-    allowed = UNIT_HALF * dense.abs() + FUSED_SLACK * dense.abs().max()
-    return float(((got.double() - dense).abs() / allowed).nan_to_num(nan=float("inf")).max())
+        return count_differing(got, expected.float())
+    allowed = UNIT_HALF * expected.abs() + FUSED_SLACK * expected.abs().max()
+    return float(((got.double() - expected).abs() / allowed).nan_to_num(nan=float("inf")).max())
 
 
 def count_differing(got: torch.Tensor, expected: torch.Tensor) -> int:
@@ -195,7 +209,7 @@ def compact(counts: tuple[int, ...]) -> str:
 
 
 def _decoded(subject: Subject, checked: str, cases: int, worst: float, where: str) -> Evidence:
-    if subject.traits.arithmetic == "dense16":
+    if subject.traits.arithmetic in ("dense16", "half16"):
         return Evidence(
             checked=checked, cases=cases, worst=worst, bound=1.0, measure="error / half a unit in the last place"
         )

@@ -97,7 +97,7 @@ def wide_output(subject: Subject, scope: Scope) -> Evidence | Skipped:
     inner = decode_weight(weight.trellis, "mcg").to(subject.device)
     counts = subject.rows((1, 16, 128), weight)
     worst = max(one_hot_differences(subject, weight, inner, rows) for rows in counts)
-    dense = subject.traits.arithmetic == "dense16"
+    dense = subject.traits.arithmetic in ("dense16", "half16")
     return Evidence(
         checked=f"128 x {weight.out_features}, rows {counts}",
         cases=inner.numel() * len(counts),

@@ -10,11 +10,17 @@ import numpy as np
 import torch
 
 from exl3_kernels.hadamard import butterfly, hadamard_128, hadamard_half
+from exl3_kernels.prefill import rotates_rows
 from exl3_kernels.weight import BLOCK, MULTIPLIERS, Exl3Weight
 from exl3eval.kernel_check.subject import Arithmetic
 
 UNIT = 2.0**-24
 UNIT_HALF = 2.0**-11
+UNIT_E4M3 = 2.0**-4
+# Rounding w is off by at most u |w| / m, where m in [1, 2) is its significand and u the unit above. With logarithms
+# spread evenly over an octave 1 / m^2 averages 3 / (8 ln 2), and the mean square of a uniform error is a third of its
+# largest: this is the root mean square of a rounding, in units of u |w|.
+MEAN_ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 3)
 ROUNDED_WEIGHTS = 6 * UNIT_HALF
 
 
@@ -83,32 +89,38 @@ class Exact:
 def exact_product(x: torch.Tensor, weight: Exl3Weight, arithmetic: Arithmetic) -> Exact:
     """Multiply in float64 with weights decoded by the oracle.
 
-    In the rotated basis a sum z of K products is allowed e = u (8 sqrt(K) + K / 4) sqrt(sum (x w)^2), u = 2^-24,
-    which covers chains rounded to nearest and tensor cores that truncate. The output transform turns that into its
-    root mean square over the block times |svh|, plus 4 u |y| + 8 u rms(z) |svh| for the transform's own rounding. A
-    dense product is allowed e of its own products and 4 u |y|; with weights rounded to float16 also
-    6 x 2^-11 sqrt(sum (x w)^2): roundings are independent and at most uniform within 2^-11 |w|, so that half of this
-    is 5.2 standard deviations or more.
+    In the rotated basis a sum z of K products is allowed the `chain` of its products. The output transform turns that
+    into its root mean square over the block times |svh|, plus 4 u |y| + 8 u rms(z) |svh| for the transform's own
+    rounding. A dense product is allowed the chain of its own products and 4 u |y|. Weights rounded to float16 add
+    6 x 2^-11 s, s^2 = sum (x w)^2. Half of that is what a correct route must keep: a sum of roundings, each uniform
+    within h_i, exceeds t with a probability of at most 2 exp(-3 t^2 / (2 sum h_i^2)), and sum h_i^2 is about
+    3 / (8 ln 2) x 2^-22 s^2 = 0.54 x 2^-22 s^2. So t = 3 x 2^-11 s is passed by 3 in 10^11 correct results.
     """
     inner = decode_weight(weight.trellis, weight.codebook).to(x.device).double()
-    k = weight.in_features
-    chain = UNIT * (8 * math.sqrt(k) + k / 4)
     bias = 0.0 if weight.bias is None else weight.bias.double()
-    if arithmetic == "rotated":
-        rows = hadamard_half(x.half(), pre_scale=weight.suh).double()
-        z = rows @ inner
-        plain = hadamard_128(z) * weight.svh.double()
-        allowed = chain * (rows.square() @ inner.square()).sqrt()
-        scale = weight.svh.double().abs()
-        bound = (_block_rms(allowed) + 8 * UNIT * _block_rms(z)) * scale
-    else:
-        rows = x.double()
-        dense = dense_of(inner, weight)
-        plain = rows @ dense
-        spread = (rows.square() @ dense.square()).sqrt()
-        bound = (chain + (ROUNDED_WEIGHTS if arithmetic == "dense16" else 0.0)) * spread
+    per_product = chain(weight.in_features) + (ROUNDED_WEIGHTS if arithmetic in ("dense16", "half16") else 0.0)
+    turns_rows = arithmetic == "rotated" or (arithmetic == "half16" and rotates_rows(weight))
+    turns_sums = arithmetic == "rotated" or (arithmetic == "half16" and not rotates_rows(weight))
+    rows = hadamard_half(x.half(), pre_scale=weight.suh).double() if turns_rows else x.double()
+    matrix = inner if turns_rows else hadamard_128(inner.T).T * weight.suh.double()[:, None]
+    matrix = matrix if turns_sums else hadamard_128(matrix) * weight.svh.double()
+    z = rows @ matrix
+    allowed = per_product * (rows.square() @ matrix.square()).sqrt()
+    plain = z
+    if turns_sums:
+        scale = weight.svh.double()
+        plain = hadamard_128(z) * scale
+        allowed = (_block_rms(allowed) + 8 * UNIT * _block_rms(z)) * scale.abs()
     y = plain + bias
-    return Exact(rows=rows, y=y, bound=bound + 4 * UNIT * (plain.abs() + y.abs()))
+    return Exact(rows=rows, y=y, bound=allowed + 4 * UNIT * (plain.abs() + y.abs()))
+
+
+def chain(products: int) -> float:
+    """Return what an fp32 sum of K products is allowed, in units of sqrt(sum (x w)^2): u (8 sqrt(K) + K / 4).
+
+    Roundings to nearest add up like a random walk; tensor cores truncate, which adds up linearly.
+    """
+    return UNIT * (8 * math.sqrt(products) + products / 4)
 
 
 def dense_of(inner: torch.Tensor, weight: Exl3Weight) -> torch.Tensor:

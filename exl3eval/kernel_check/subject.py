@@ -17,7 +17,7 @@ from exl3eval.kernel_check.samples import make_weight
 
 CONTROLS = ("broken-window",)
 
-Arithmetic = Literal["rotated", "dense32", "dense16", "e4m3"]
+Arithmetic = Literal["rotated", "dense32", "dense16", "half16", "e4m3"]
 Shape = tuple[int, int, int, str]
 
 
@@ -29,7 +29,8 @@ class Traits:
     ----------
     arithmetic : str
         `rotated`: rows rotated and rounded to float16, exact inner weights, fp32 sums. `dense32`, `dense16`: rows times
-        the dense weight rounded to fp32 or float16. `e4m3`: weights and rows in eight bits.
+        the dense weight rounded to fp32 or float16. `half16`: the weight transformed on its wider side and rounded to
+        float16, rows or sums rotated for the other. `e4m3`: weights and rows in eight bits.
     row_bits : bool
         A row's bits do not depend on the rows beside it.
     rounds_once : bool
@@ -56,8 +57,13 @@ TRAITS = {
     "wide-decode": Traits(row_bits=True, specialised=True),
     "prefill-reconstruct": Traits(specialised=True),
     "prefill-fused": Traits(arithmetic="dense16", rounds_once=False, specialised=True),
+    "prefill-half": Traits(arithmetic="half16", rounds_once=False, specialised=True),
     "fp8-prefill": Traits(arithmetic="e4m3", specialised=True),
     "fp8-prefill-tensor": Traits(arithmetic="e4m3", specialised=True),
+    "exllamav3": Traits(rounds_once=False, specialised=True),
+    "exllamav3-int8": Traits(arithmetic="e4m3", specialised=True),
+    "exllamav3-reconstruct": Traits(rounds_once=False, specialised=True),
+    "exllamav3-fused": Traits(arithmetic="dense16", rounds_once=False, specialised=True),
 }
 
 

@@ -57,7 +57,7 @@ class QuantizeRequest:
     calibration : Path or None
         Text, or None for rows sampled from the model.
     rows, columns : int
-        Calibration rows and their length.
+        Calibration rows and their length; 0 rows encode every weight by itself, without error feedback.
     seed : int
         Of signs, rows and sampling.
     """
@@ -79,8 +79,8 @@ class QuantizeRequest:
             raise UsageError(f"--head-bits is {self.head_bits}", hint="1 to 8, or 16 to leave the head unquantized")
         if self.codebook not in CODEBOOKS:
             raise UsageError(f"--codebook is {self.codebook!r}", hint=f"use one of: {', '.join(CODEBOOKS)}")
-        if self.rows < 1 or self.columns < 16:
-            raise UsageError(f"{self.rows} rows of {self.columns} tokens", hint="at least 1 row of 16 tokens")
+        if self.rows < 0 or self.columns < 16:
+            raise UsageError(f"{self.rows} rows of {self.columns} tokens", hint="rows of 16 tokens or more, or no rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ def quantize_model(
     store = LayerStore(request.out, {**_settings(request), "source": source_digest})
     model = load_plain_model(checkpoint, dtype=torch.float32, device=device, trust_remote_code=False)
     model.eval().requires_grad_(False)
-    rows = _calibration_rows(request, model, device)
+    rows = _calibration_rows(request, model, device) if request.rows else torch.empty(0, request.columns).long()
     layers = _decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     unfuse_experts(model)
@@ -300,7 +300,7 @@ def _first_inputs(model: nn.Module, layer: nn.Module, rows: torch.Tensor) -> lis
 
     hook = layer.register_forward_pre_hook(take, with_kwargs=True)
     device = next(model.parameters()).device
-    for batch in rows.split(BATCH_ROWS):
+    for batch in rows.split(BATCH_ROWS) if len(rows) else ():
         try:
             model(input_ids=batch.to(device), use_cache=False)
         except _FirstInputsTakenError:
@@ -323,7 +323,7 @@ def _quantize_layer(
     store: LayerStore,
     part: str,
 ) -> list[QuantizedLinear]:
-    finished = store.load(part, states[0][0].device)
+    finished = store.load(part, projections[0].linear.weight.device)
     if finished is None:
         moments = InputMoments((projection.key, projection.linear) for projection in _one_per_linear(projections))
         _set_everyone(layer, True)
@@ -413,7 +413,7 @@ def _quantize_head(
 ) -> list[QuantizedLinear]:
     head = model.get_output_embeddings()  # type: ignore[operator]
     assert isinstance(head, nn.Linear)
-    finished = store.load("head", states[0][0].device)
+    finished = store.load("head", head.weight.device)
     if finished is None:
         key = next(name for name, module in model.named_modules() if module is head)
         norm = getattr(model.base_model, "norm", None) or nn.Identity()

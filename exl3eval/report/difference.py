@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from exl3eval.floors import FLOORS
 from exl3eval.report import series
 from exl3eval.report.document import NOT_MEASURED, Block, Column, Figure, Notice, Prose, Section, Table
 from exl3eval.report.numbers import (
@@ -19,14 +20,6 @@ from exl3eval.report.numbers import (
 )
 from exl3eval.report.study import Run, Study
 from exl3eval.stats.paired import POWER
-
-OTHER_FLOORS = {
-    "batch_shape": "batch shape",
-    "chunk_split": "chunk split",
-    "eager_graph": "eager against graph replay",
-    "replay_live": "replayed against live logits",
-    "engines": "across engines",
-}
 
 
 def paired(study: Study) -> Section:
@@ -204,18 +197,19 @@ def floors(study: Study) -> Section:
                 number_cell(abs(effect) / kl["mean"] if kl["mean"] else None, why="the floor is 0"),
             )
         )
-        if run.control is not None:
-            control = run.results["arms"][run.control]["kl"]
-            rows.append(
-                (
-                    text_cell(study.title(run)),
-                    text_cell(f"`{run.control}`: the reference in the {run.lane} lane"),
-                    *estimate_cells(control),
-                    number_cell(
-                        abs(effect) / control["mean"] if control["mean"] else None, why="the lane moves nothing"
-                    ),
+        for name, words in ((run.control, "the reference in the lane"), (run.graph_control, "the same, replayed")):
+            if name is not None:
+                control = run.results["arms"][name]["kl"]
+                rows.append(
+                    (
+                        text_cell(study.title(run)),
+                        text_cell(f"`{name}`: {words}"),
+                        *estimate_cells(control),
+                        number_cell(
+                            abs(effect) / control["mean"] if control["mean"] else None, why="the lane moves nothing"
+                        ),
+                    )
                 )
-            )
         for name, change in run.results["floors"]["repeat_difference"].items():
             if name in (run.baseline, run.variant):
                 rows.append(
@@ -227,20 +221,18 @@ def floors(study: Study) -> Section:
                         text_cell(""),
                     )
                 )
-        for key, words in OTHER_FLOORS.items():
+        for key, words in FLOORS.items():
             rows += [
                 (
                     text_cell(study.title(run)),
                     text_cell(f"{words}: `{name}`"),
-                    number_cell(value),
+                    text_cell("0, every bit") if value == 0.0 else number_cell(value),
                     text_cell(""),
-                    text_cell(""),
+                    text_cell("") if value == 0.0 else number_cell(abs(effect) / value),
                 )
                 for name, value in run.results["floors"].get(key, {}).items()
             ]
-    missing = [
-        words for key, words in OTHER_FLOORS.items() if not any(key in run.results["floors"] for run in study.runs)
-    ]
+    missing = [words for key, words in FLOORS.items() if not any(key in run.results["floors"] for run in study.runs)]
     blocks: list[Block] = [
         Table(
             id="floors",

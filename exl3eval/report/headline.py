@@ -22,7 +22,7 @@ from exl3eval.report.numbers import (
     text_cell,
     value_cell,
 )
-from exl3eval.report.study import CONTROL, FLOOR, Arm, Run, Study
+from exl3eval.report.study import CONTROL, FLOOR, GRAPH_CONTROL, Arm, Run, Study
 
 
 def summary(study: Study) -> Section:
@@ -190,5 +190,5 @@ def _cost_block(lane: str, arms: tuple[Arm, ...], table_id: str) -> Block:
 
 def arm_cell(arm: Arm) -> Cell:
     """Name an arm, and say that it is a floor."""
-    note = {FLOOR: " (floor)", CONTROL: " (lane control)"}.get(arm.role, "")
+    note = {FLOOR: " (floor)", CONTROL: " (lane control)", GRAPH_CONTROL: " (replay control)"}.get(arm.role, "")
     return text_cell(f"`{arm.label}`{note}")

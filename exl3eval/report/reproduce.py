@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from exl3eval.errors import InvalidRunError
-from exl3eval.receipt import POSITIONS_FILE, RECEIPT_FILE
+from exl3eval.receipt import FLOORS_FILE, POSITIONS_FILE, RECEIPT_FILE
 from exl3eval.records import canonical_json, read_json, write_atomic, write_json
 from exl3eval.report.candidates import CANDIDATES_FILE
 from exl3eval.report.document import Document, document_json
@@ -53,7 +53,7 @@ def write_bundle(study: Study, document: Document, folder: Path) -> None:
     for index, run in enumerate(runs, start=1):
         target = folder / "runs" / f"{index:02d}"
         target.mkdir(parents=True, exist_ok=True)
-        for name in (RECEIPT_FILE, POSITIONS_FILE, CANDIDATES_FILE, VERDICT_FILE):
+        for name in (RECEIPT_FILE, POSITIONS_FILE, FLOORS_FILE, CANDIDATES_FILE, VERDICT_FILE):
             if (run.folder / name).exists():
                 shutil.copyfile(run.folder / name, target / name)
         for name, declared in _declared(run):

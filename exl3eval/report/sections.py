@@ -8,6 +8,7 @@ from exl3eval.report.breakdown import by_position, by_stratum, distribution, eng
 from exl3eval.report.difference import floors, paired
 from exl3eval.report.document import Document, Section
 from exl3eval.report.headline import headline, summary
+from exl3eval.report.heads import head_lanes
 from exl3eval.report.provenance import erratum, limits, provenance
 from exl3eval.report.study import Study
 from exl3eval.report.worst import worst_contexts
@@ -17,6 +18,7 @@ SECTIONS: tuple[Callable[[Study], Section | None], ...] = (
     erratum,
     headline,
     paired,
+    head_lanes,
     floors,
     distribution,
     by_stratum,

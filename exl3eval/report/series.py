@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from exl3eval.compare import context_means
 from exl3eval.report.plots import Axis, Curve, Curves, Forest, ForestRow, Mark, Point, Scatter
-from exl3eval.report.study import BASELINE, CONTROL, FLOOR, VARIANT, Arm, Run, Study, decode_rows
+from exl3eval.report.study import BASELINE, CONTROL, FLOOR, GRAPH_CONTROL, VARIANT, Arm, Run, Study, decode_rows
 
 KL_AXIS = "KL(reference ‖ arm), nats per position"
 NUM_BINS = 60
@@ -18,11 +18,12 @@ NUM_THRESHOLDS = 160
 NUM_POSITION_BINS = 16
 CONFIDENCE_EDGES = np.linspace(0.0, 1.0, 11)
 GIB = 1 << 30
+LANE_CONTROLS = {CONTROL: "reference in the lane", GRAPH_CONTROL: "reference replayed"}
 
 
 def floor_marks(study: Study, lane: str) -> tuple[Mark, ...]:
     """Mark the reference's own rounding floor, and what the lane itself moves."""
-    floors = [arm for arm in study.arms(lane) if arm.role in (FLOOR, CONTROL)]
+    floors = [arm for arm in study.arms(lane) if arm.role in (FLOOR, CONTROL, GRAPH_CONTROL)]
     return tuple(Mark(label=f"floor: {arm.label}", value=arm.summary["kl"]["mean"]) for arm in floors)
 
 
@@ -225,8 +226,8 @@ def kl_by_rows(study: Study) -> Curves | None:
     thresholds: dict[int, None] = {}
     for lane in lanes:
         for arm in study.arms(lane):
-            name = "reference in the lane" if arm.role == CONTROL else arm.name
-            quiet[name] = arm.role in (FLOOR, CONTROL)
+            name = LANE_CONTROLS.get(arm.role, arm.name)
+            quiet[name] = arm.role in (FLOOR, CONTROL, GRAPH_CONTROL)
             found.setdefault(name, []).append((decode_rows(lane) or 0, arm.summary["kl"]["mean"]))
             if not quiet[name]:
                 thresholds |= dict.fromkeys(_thresholds(arm.run.identity["arms"][arm.name]["resolved"]["linear"]))
@@ -301,5 +302,5 @@ def _curve(arm: Arm, index: int, x: np.ndarray, y: np.ndarray) -> Curve:
         x=tuple(map(float, x)),
         y=tuple(map(float, y)),
         series=index,
-        quiet=arm.role in (FLOOR, CONTROL),
+        quiet=arm.role in (FLOOR, CONTROL, GRAPH_CONTROL),
     )

@@ -19,6 +19,7 @@ from exl3eval.verify import first_difference, verify_run
 VERDICT_FILE = "verdict.json"
 VERDICT_SCHEMA = "exl3eval/verdict/1"
 BASELINE, VARIANT, FLOOR, CONTROL = "baseline", "variant", "floor", "control"
+GRAPH_CONTROL = "graph_control"
 UNQUANTIZED_CACHES = (None, "activation dtype")
 
 
@@ -79,6 +80,12 @@ class Run:
     def control(self) -> str | None:
         """Name of the reference in the lane under test; None in prefill."""
         control = self.results["floors"].get("lane_control")
+        return control["arm"] if control else None
+
+    @property
+    def graph_control(self) -> str | None:
+        """Name of the reference in the variant's replayed lane; None unless it differs from the baseline's."""
+        control = self.results["floors"].get("graph_control")
         return control["arm"] if control else None
 
     @property
@@ -174,7 +181,7 @@ class Study:
     def arms(self, lane: str) -> tuple[Arm, ...]:
         """Arms of one lane: baselines, variants, floors, controls; equal arms of several runs once."""
         found: dict[tuple[str, str], Arm] = {}
-        for role in (BASELINE, VARIANT, FLOOR, CONTROL):
+        for role in (BASELINE, VARIANT, FLOOR, CONTROL, GRAPH_CONTROL):
             for run in self.in_lane(lane):
                 if (name := getattr(run, role)) is None:
                     continue

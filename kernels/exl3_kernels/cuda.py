@@ -30,6 +30,8 @@ UNITS = (
         for source in ("gemm", "wide", "reconstruct")
         for bits in range(1, 9)
     ),
+    *((f"experts{groups}.o", "experts.cu", (f"-DEXL3_ROW_GROUPS={groups}",)) for groups in (1, 4, 8)),
+    ("routing.o", "routing.cu", ()),
     ("linear.o", "linear.cu", ()),
     ("prefill.o", "prefill.cu", ()),
     ("encode.o", "encode.cu", ()),
@@ -38,13 +40,22 @@ UNITS = (
 
 pointer, integer, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 SIGNATURES = {
-    "exl3_rotate": (pointer, integer, wide, pointer, pointer, integer, integer, integer, pointer),
-    "exl3_gemm": (pointer,) * 3 + (integer,) * 8 + (pointer,),
-    "exl3_fold": (pointer,) * 3 + (integer, pointer, integer, wide) + (integer,) * 5 + (pointer,),
+    "exl3_rotate": (pointer, integer, wide, pointer, pointer) + (integer,) * 4 + (pointer,),
+    "exl3_gemm": (pointer,) * 3 + (integer,) * 9 + (pointer,),
+    "exl3_fold": (pointer,) * 3 + (integer, pointer, integer, wide) + (integer,) * 6 + (pointer,),
     "exl3_reconstruct": (pointer,) * 5 + (integer,) * 7 + (pointer,),
     "exl3_unrotate": (pointer,) * 3 + (integer, pointer, integer, wide, integer, integer, pointer),
     "exl3_quantize": (pointer, integer, wide) + (pointer,) * 3 + (integer, integer, pointer),
     "exl3_encode": (pointer,) * 5 + (integer, integer, pointer),
+    "exl3_experts_plan": (pointer,) + (integer,) * 4 + (pointer,) * 3,
+    "exl3_experts_rotate": (pointer,) * 3
+    + (integer, pointer, integer, wide, integer, pointer, integer, integer, pointer),
+    "exl3_experts": (pointer,) * 4
+    + (integer,) * 4
+    + (pointer, integer, wide, pointer, pointer)
+    + (integer,) * 7
+    + (pointer,),
+    "exl3_experts_combine": (pointer, integer, pointer, pointer, integer, pointer) + (integer,) * 4 + (pointer,),
     "exl3_gather": (pointer,) * 3 + (integer, pointer, integer, wide, integer, integer, pointer),
 }
 

@@ -4,12 +4,14 @@ Three launches: rotate the rows, multiply by the inner matrix decoded on the fly
 result. Up to 128 rows share one decoding of the weights. How the product is cut into segments depends on the weight's
 shape and the GPU alone (`csrc/plan.h`), never on the rows, so a row's bits do not depend on the rows beside it.
 
-The wide variant, for Hopper, shares one decoding among up to 256 rows and sums with another tensor-core instruction.
+The wide variant, for Hopper, shares one decoding among up to 256 rows and sums with another tensor-core instruction;
+two thread blocks of a cluster share the rows that they multiply (`csrc/wide.cu`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -21,10 +23,29 @@ from exl3_kernels.weight import BLOCK, CODEBOOKS, Exl3Weight
 GROUP_ROWS = 128
 DECODE_ROWS = 16
 WIDE_ROWS = 256
+WIDE_ROW_GROUPS = (8, 16, 24, 32)
 HOPPER = (9, 0)
 BLOCKS_PER_MULTIPROCESSOR = 2
-WIDE_BLOCKS_PER_MULTIPROCESSOR = 1
 OVERLAP = 1  # launches start before their predecessor ends where the GPU can (sm_90 and later)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """One of the two kernels.
+
+    Parameters
+    ----------
+    width : int
+        Neighbouring column blocks that a team of as many thread blocks multiplies.
+    teams : callable
+        `(units, multiprocessors) -> teams`, which fixes the segments: no function of the rows.
+    row_groups : callable
+        Rows to the groups of eight that the kernel is specialised for.
+    """
+
+    width: int
+    teams: Callable[[int, int], int]
+    row_groups: Callable[[int], int]
 
 
 def decode_gemm(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +82,7 @@ def shared_decode_gemm(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.
 
     Every row has the bits that `decode_gemm` gives it alone. Parameters, result and errors as there.
     """
-    return _apply(x_Mk, weight, out_dtype, GROUP_ROWS, row_groups, BLOCKS_PER_MULTIPROCESSOR)
+    return _apply(x_Mk, weight, out_dtype, GROUP_ROWS, DECODE)
 
 
 def wide_decode_gemm(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype) -> torch.Tensor:
@@ -74,7 +95,7 @@ def wide_decode_gemm(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dt
         raise ValueError(reason)
     parts = -(-max(1, x_Mk.shape[0]) // WIDE_ROWS)
     group_rows = -(-max(1, x_Mk.shape[0]) // parts)
-    return _apply(x_Mk, weight, out_dtype, group_rows, wide_row_groups, WIDE_BLOCKS_PER_MULTIPROCESSOR)
+    return _apply(x_Mk, weight, out_dtype, group_rows, WIDE)
 
 
 def rejects_wide(device: torch.device) -> str:
@@ -83,48 +104,42 @@ def rejects_wide(device: torch.device) -> str:
     return "" if capability == HOPPER else f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (sm_90)"
 
 
-def _apply(
-    x_Mk: torch.Tensor,
-    weight: Exl3Weight,
-    out_dtype: torch.dtype,
-    group_rows: int,
-    groups_of: Callable[[int], int],
-    blocks_per_multiprocessor: int,
-) -> torch.Tensor:
+def _apply(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype, group_rows: int, gemm: Gemm) -> torch.Tensor:
     x_Mk = prepare_rows(x_Mk, weight, out_dtype)
     device = x_Mk.device
     bias = None if weight.bias is None else weight.bias.dtype
     y_Mn = torch.empty(x_Mk.shape[0], weight.out_features, dtype=out_dtype, device=device)
     pairs = list(zip(x_Mk.split(group_rows), y_Mn.split(group_rows), strict=True))
     for x, _ in (pairs[0], pairs[-1]):
-        key = (device, x.dtype, out_dtype, bias, groups_of(len(x)), weight.bits, weight.codebook)
+        key = (device, x.dtype, out_dtype, bias, gemm.width, gemm.row_groups(len(x)), weight.bits, weight.codebook)
         require_primed(f"{weight.bits}-bit {weight.codebook} decode of {len(x)} rows", *key)
     library = load_library(device)
-    ctas = thread_blocks(weight.in_features, weight.out_features, device, blocks_per_multiprocessor)
     with torch.cuda.device(device):
         for x, y in pairs:
-            _launch(library, x, weight, y, groups_of(len(x)), ctas)
+            _launch(library, x, weight, y, gemm)
     return y_Mn
 
 
-def _launch(library: Library, x: torch.Tensor, weight: Exl3Weight, y: torch.Tensor, groups: int, ctas: int) -> None:
-    rows, k, n = x.shape[0], weight.in_features, weight.out_features
+def _launch(library: Library, x: torch.Tensor, weight: Exl3Weight, y: torch.Tensor, gemm: Gemm) -> None:
+    rows, k, n, groups = x.shape[0], weight.in_features, weight.out_features, gemm.row_groups(x.shape[0])
+    parts = -(-n // (gemm.width * BLOCK))
+    teams = gemm.teams(parts * (k // BLOCK), multiprocessors(x.device))
     # The caching allocator hands a stream its own block back: nothing is allocated twice, two streams never share one,
     # and inside a capture the block belongs to the graph.
     rotated = torch.empty(8 * groups * k, dtype=torch.float16, device=x.device)
-    partial = torch.empty((ctas + n // BLOCK) * rows * BLOCK, dtype=torch.float32, device=x.device)
+    partial = torch.empty((teams + parts) * gemm.width * rows * BLOCK, dtype=torch.float32, device=x.device)
     stream = torch.cuda.current_stream().cuda_stream
     library.call(
         "exl3_rotate", x.data_ptr(), DTYPES[x.dtype], x.stride(0), weight.suh.data_ptr(), rotated.data_ptr(), rows,
-        groups, k, stream,
+        groups, gemm.width > 1, k, stream,
     )  # fmt: skip
     library.call(
         "exl3_gemm", weight.trellis.data_ptr(), rotated.data_ptr(), partial.data_ptr(), rows, groups, k, n, weight.bits,
-        CODEBOOKS.index(weight.codebook), ctas, OVERLAP, stream,
+        CODEBOOKS.index(weight.codebook), teams, gemm.width, OVERLAP, stream,
     )  # fmt: skip
     library.call(
         "exl3_fold", partial.data_ptr(), weight.svh.data_ptr(), *bias_operand(weight.bias), y.data_ptr(),
-        DTYPES[y.dtype], y.stride(0), rows, k, n, ctas, OVERLAP, stream,
+        DTYPES[y.dtype], y.stride(0), rows, k, n, teams, gemm.width, OVERLAP, stream,
     )  # fmt: skip
 
 
@@ -135,14 +150,14 @@ def row_groups(rows: int) -> int:
 
 def wide_row_groups(rows: int) -> int:
     """Return how many groups of eight rows the wide kernel is specialised for, for 1 to 256 rows."""
-    return 24 if rows <= 192 else 32
-
-
-def thread_blocks(k: int, n: int, device: torch.device, per_multiprocessor: int) -> int:
-    """Return the number of thread blocks, which fixes the segments: a function of the weight's shape and the GPU."""
-    return min((k // BLOCK) * (n // BLOCK), per_multiprocessor * _multiprocessors(device))
+    return next(groups for groups in WIDE_ROW_GROUPS if rows <= 8 * groups)
 
 
 @lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of the GPU's multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+DECODE = Gemm(width=1, teams=lambda units, count: min(units, BLOCKS_PER_MULTIPROCESSOR * count), row_groups=row_groups)
+WIDE = Gemm(width=2, teams=lambda units, count: min(units, count // 2), row_groups=wide_row_groups)

@@ -8,7 +8,7 @@ import torch
 
 from exl3_kernels.decode import DECODE_ROWS, decode_gemm, rejects_wide, shared_decode_gemm, wide_decode_gemm
 from exl3_kernels.operands import rejects
-from exl3_kernels.prefill import prefill_fp8, prefill_fused, prefill_reconstruct
+from exl3_kernels.prefill import prefill_fp8, prefill_fused, prefill_half, prefill_reconstruct
 from exl3_kernels.routes import Route, register_route
 from exl3_kernels.selfcheck import check_kernels
 from exl3_kernels.weight import Exl3Weight
@@ -81,6 +81,12 @@ _register(
     "prefill-fused",
     "Float16 rows times the dense weight, transformed in fp32 and rounded once to float16: cuBLAS with fp32 sums.",
     prefill_fused,
+    _rejects_any_rows,
+)
+_register(
+    "prefill-half",
+    "Float16 weight, transformed in fp32 on its wider side and rounded once: cuBLAS on rotated rows, or rotated sums.",
+    prefill_half,
     _rejects_any_rows,
 )
 _register(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from exl3_kernels import gpu_routes as _gpu_routes  # noqa: F401  registers the routes of NVIDIA GPUs
+from exl3_kernels import peer as _peer  # noqa: F401  registers exllamav3's routes
 from exl3_kernels.codebook import codebook_values
 from exl3_kernels.hadamard import hadamard_128
 from exl3_kernels.reconstruct import dense_weight, linear_staged

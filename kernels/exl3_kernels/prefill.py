@@ -1,8 +1,9 @@
 """Prefill on NVIDIA GPUs: reconstruct a slice of the weight into a workspace, multiply with cuBLAS, next slice.
 
-Three arithmetics. `prefill_reconstruct` stays in the rotated basis with the exact inner matrix, as the decode GEMM
+Four arithmetics. `prefill_reconstruct` stays in the rotated basis with the exact inner matrix, as the decode GEMM
 does. `prefill_fused` reconstructs the original basis: fp32 transforms, one rounding to float16 per weight, raw rows.
-`prefill_fp8` rounds that weight and the rows to E4M3 instead. Products are accumulated in fp32 everywhere.
+`prefill_half` transforms the weight's wider side alone, likewise rounded once, and rotates rows or sums on the other.
+`prefill_fp8` rounds the weight in the original basis and the rows to E4M3. Products are accumulated in fp32 everywhere.
 
 A slice is whole 128-column blocks, stored transposed, [columns, k].
 """
@@ -20,8 +21,8 @@ from exl3_kernels.cuda import load_library
 from exl3_kernels.operands import DTYPES, bias_operand, prepare_rows, require_primed
 from exl3_kernels.weight import BLOCK, CODEBOOKS, Exl3Weight
 
-Kind = Literal["inner", "original", "e4m3"]
-KINDS: tuple[Kind, ...] = ("inner", "original", "e4m3")
+Kind = Literal["inner", "original", "e4m3", "outputs", "inputs"]
+KINDS: tuple[Kind, ...] = ("inner", "original", "e4m3", "outputs", "inputs")
 WORKSPACE_BYTES = 256 << 20
 LARGEST_E4M3 = 448.0
 
@@ -57,24 +58,41 @@ def prefill_reconstruct(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch
     """
     x_Mk = prepare_rows(x_Mk, weight, out_dtype)
     _require_primed("prefill-reconstruct", x_Mk, weight, out_dtype)
-    rows, k, device = x_Mk.shape[0], weight.in_features, x_Mk.device
-    library = load_library(device)
-    y_Mn = torch.empty(rows, weight.out_features, dtype=out_dtype, device=device)
-    rotated_Mk = torch.empty(rows, k, dtype=torch.float16, device=device)
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
-        library.call(
-            "exl3_rotate", x_Mk.data_ptr(), DTYPES[x_Mk.dtype], x_Mk.stride(0), weight.suh.data_ptr(),
-            rotated_Mk.data_ptr(), rows, 0, k, stream,
-        )  # fmt: skip
+    y_Mn = torch.empty(x_Mk.shape[0], weight.out_features, dtype=out_dtype, device=x_Mk.device)
+    with torch.cuda.device(x_Mk.device):
+        rotated_Mk = _rotate(x_Mk, weight)
         for columns, inner_nk in weight_slices(weight, "inner"):
             sums = torch.mm(rotated_Mk, inner_nk.t(), out_dtype=torch.float32)
-            y = y_Mn[:, columns]
-            library.call(
-                "exl3_unrotate", sums.data_ptr(), weight.svh[columns].data_ptr(), *_bias_of(weight, columns),
-                y.data_ptr(), DTYPES[out_dtype], y.stride(0), rows, y.shape[1], stream,
-            )  # fmt: skip
+            _finish(sums, weight, columns, y_Mn[:, columns])
     return y_Mn
+
+
+def prefill_half(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype) -> torch.Tensor:
+    """Apply one linear with the transform of the weight's wider side in the weight, and the other outside it.
+
+    With no more inputs than outputs RN(RN16(RN16(x suh) H) RN16(W H svh) + bias), else
+    RN(((x RN16(suh H W)) H) svh + bias): transforms and sums in fp32, one rounding to float16 per weight. Rows that are
+    not float16 are rounded to it where they are not rotated. Parameters, result and errors as in `prefill_reconstruct`.
+    """
+    x_Mk = prepare_rows(x_Mk, weight, out_dtype)
+    _require_primed("prefill-half", x_Mk, weight, out_dtype)
+    y_Mn = torch.empty(x_Mk.shape[0], weight.out_features, dtype=out_dtype, device=x_Mk.device)
+    with torch.cuda.device(x_Mk.device), _full_precision_reduction():
+        if rotates_rows(weight):
+            rotated_Mk = _rotate(x_Mk, weight)
+            for columns, weight_nk in weight_slices(weight, "outputs"):
+                _multiply(rotated_Mk, weight_nk, weight.bias, columns, y_Mn)
+        else:
+            x_Mk = x_Mk.half()
+            for columns, weight_nk in weight_slices(weight, "inputs"):
+                sums = torch.mm(x_Mk, weight_nk.t(), out_dtype=torch.float32)
+                _finish(sums, weight, columns, y_Mn[:, columns])
+    return y_Mn
+
+
+def rotates_rows(weight: Exl3Weight) -> bool:
+    """Return whether `prefill_half` rotates the rows rather than the sums: whichever is narrower."""
+    return weight.in_features <= weight.out_features
 
 
 def prefill_fused(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype) -> torch.Tensor:
@@ -89,12 +107,7 @@ def prefill_fused(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype
     y_Mn = torch.empty(x_Mk.shape[0], weight.out_features, dtype=out_dtype, device=x_Mk.device)
     with torch.cuda.device(x_Mk.device), _full_precision_reduction():
         for columns, weight_nk in weight_slices(weight, "original"):
-            y = y_Mn[:, columns]
-            if out_dtype == torch.float16 and weight.bias is None:
-                torch.mm(x_Mk, weight_nk.t(), out=y)
-                continue
-            sums = torch.mm(x_Mk, weight_nk.t(), out_dtype=torch.float32)
-            y.copy_(sums if weight.bias is None else sums.add_(weight.bias[columns]))
+            _multiply(x_Mk, weight_nk, weight.bias, columns, y_Mn)
     return y_Mn
 
 
@@ -204,8 +217,35 @@ def release_workspaces() -> None:
     _workspaces.clear()
 
 
-def _bias_of(weight: Exl3Weight, columns: slice) -> tuple[int | None, int]:
-    return bias_operand(None if weight.bias is None else weight.bias[columns])
+def _rotate(x_Mk: torch.Tensor, weight: Exl3Weight) -> torch.Tensor:
+    """Return RN16(RN16(x suh) H)."""
+    rotated_Mk = torch.empty(x_Mk.shape, dtype=torch.float16, device=x_Mk.device)
+    load_library(x_Mk.device).call(
+        "exl3_rotate", x_Mk.data_ptr(), DTYPES[x_Mk.dtype], x_Mk.stride(0), weight.suh.data_ptr(),
+        rotated_Mk.data_ptr(), x_Mk.shape[0], 0, 0, x_Mk.shape[1], torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    return rotated_Mk
+
+
+def _finish(sums: torch.Tensor, weight: Exl3Weight, columns: slice, y: torch.Tensor) -> None:
+    """Write RN((sums H) svh + bias) into `y`, the columns of a slice."""
+    bias = bias_operand(None if weight.bias is None else weight.bias[columns])
+    load_library(sums.device).call(
+        "exl3_unrotate", sums.data_ptr(), weight.svh[columns].data_ptr(), *bias, y.data_ptr(), DTYPES[y.dtype],
+        y.stride(0), *y.shape, torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+
+
+def _multiply(
+    x_Mk: torch.Tensor, weight_nk: torch.Tensor, bias: torch.Tensor | None, columns: slice, y_Mn: torch.Tensor
+) -> None:
+    """Write RN(x w + bias) into the columns of a slice, by cuBLAS itself where it can round the sums."""
+    y = y_Mn[:, columns]
+    if y.dtype == torch.float16 and bias is None:
+        torch.mm(x_Mk, weight_nk.t(), out=y)
+        return
+    sums = torch.mm(x_Mk, weight_nk.t(), out_dtype=torch.float32)
+    y.copy_(sums if bias is None else sums.add_(bias[columns]))
 
 
 def _require_primed(what: str, x: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype) -> None:

@@ -68,6 +68,7 @@ class RowRange(NamedTuple):
 
 
 ROUTES: dict[str, Route] = {}
+GRAPH_LAUNCH_KINDS = 4096
 
 
 class _ThreadLaunches(threading.local):
@@ -77,7 +78,23 @@ class _ThreadLaunches(threading.local):
         self.counts: Counter[Launch] = Counter()
 
 
+class _GraphLaunches:
+    """Counters of captured launches on one GPU: an increment is part of the graph and ticks at every replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.counts = torch.zeros(GRAPH_LAUNCH_KINDS, dtype=torch.int64, device=device)
+        self.slots: dict[Launch, int] = {}
+
+    def capture_increment(self, key: Launch) -> None:
+        slot = self.slots.setdefault(key, len(self.slots))
+        if slot >= GRAPH_LAUNCH_KINDS:
+            raise RuntimeError(f"more than {GRAPH_LAUNCH_KINDS} kinds of launches were captured")
+        self.counts[slot].add_(1)
+
+
 _launches = _ThreadLaunches()
+_graph_launches: dict[torch.device, _GraphLaunches] = {}
 
 
 def register_route(route: Route) -> Route:
@@ -95,8 +112,15 @@ def register_route(route: Route) -> Route:
 
 
 @lru_cache(maxsize=256)
-def parse_dispatch(dispatch: str) -> tuple[RowRange, ...]:
+def parse_dispatch(dispatch: str, known: tuple[str, ...] | None = None) -> tuple[RowRange, ...]:
     """Parse `first-last:route,...` and check that it tiles 1..infinity with known routes.
+
+    Parameters
+    ----------
+    dispatch : str
+        Row ranges in order.
+    known : tuple of str or None
+        Names of routes, None for those of linears.
 
     Raises
     ------
@@ -110,8 +134,9 @@ def parse_dispatch(dispatch: str) -> tuple[RowRange, ...]:
         if match is None:
             raise ValueError(f"dispatch {dispatch!r}: {part!r} is not `first-last:route`")
         first, last, route = int(match[1]), int(match[2]) if match[2] else None, match[3]
-        if route not in ROUTES:
-            raise ValueError(f"dispatch {dispatch!r}: unknown route {route!r}; known: {', '.join(sorted(ROUTES))}")
+        if route not in (known or ROUTES):
+            names = ", ".join(sorted(known or ROUTES))
+            raise ValueError(f"dispatch {dispatch!r}: unknown route {route!r}; known: {names}")
         if first != expected or (last is not None and last < first):
             raise ValueError(f"dispatch {dispatch!r}: rows must tile 1..infinity; at {part.strip()!r}")
         ranges.append(RowRange(first, last, route))
@@ -135,16 +160,42 @@ def bucket_rows(rows: int) -> int:
 
 
 def count_launch(route: str, rows: int, weight: Exl3Weight) -> None:
-    """Count one launch of `route` on `rows` rows, for the calling thread."""
+    """Count one launch of `route` on `rows` rows, for the calling thread.
+
+    Inside a CUDA graph capture nothing runs yet: the increment is captured with the launch, on the device, and counts
+    replays. `rows` is then the row count that was captured, padding included.
+
+    Raises
+    ------
+    RuntimeError
+        If the first launch on a GPU lies inside a capture: the counters need memory that outlives the graph.
+    """
     key = Launch(route, bucket_rows(rows), weight.in_features, weight.out_features, weight.bits, weight.codebook)
+    device = weight.trellis.device
+    if device.type == "cuda":
+        captured = torch.cuda.is_current_stream_capturing()
+        if device not in _graph_launches:
+            if captured:
+                raise RuntimeError("the first EXL3 launch on a GPU is inside a graph capture: run once before")
+            _graph_launches[device] = _GraphLaunches(device)
+        if captured:
+            _graph_launches[device].capture_increment(key)
+            return
     _launches.counts[key] += 1
 
 
 def read_launches() -> dict[Launch, int]:
-    """Return a copy of the calling thread's launch counters."""
-    return dict(_launches.counts)
+    """Return a copy of the calling thread's launch counters, with every replayed launch; waits for the GPU."""
+    total = Counter(_launches.counts)
+    for captured in _graph_launches.values():
+        if captured.slots:
+            counts = captured.counts.tolist()
+            total.update({key: counts[slot] for key, slot in captured.slots.items() if counts[slot]})
+    return dict(total)
 
 
 def reset_launches() -> None:
-    """Set the calling thread's launch counters to zero."""
+    """Set the calling thread's launch counters and those of replayed launches to zero."""
     _launches.counts.clear()
+    for captured in _graph_launches.values():
+        captured.counts.zero_()

@@ -23,6 +23,7 @@ GPU_ROUTES = (
     "wide-decode",
     "prefill-reconstruct",
     "prefill-fused",
+    "prefill-half",
     "fp8-prefill",
     "fp8-prefill-tensor",
 )

@@ -8,7 +8,7 @@ import torch
 from exl3_kernels import gpu_routes, prefill, selfcheck  # noqa: F401  registers the routes
 from exl3_kernels.decode import decode_gemm, rejects_wide, shared_decode_gemm, wide_decode_gemm
 from exl3_kernels.hadamard import hadamard_128, hadamard_half
-from exl3_kernels.prefill import prefill_fp8, prefill_fused, prefill_reconstruct, weight_slices
+from exl3_kernels.prefill import prefill_fp8, prefill_fused, prefill_half, prefill_reconstruct, weight_slices
 from exl3_kernels.reconstruct import dense_weight, inner_weight, linear_reference
 from exl3_kernels.routes import ROUTES
 from exl3_kernels.weight import CODEBOOKS, MULTIPLIERS, Exl3Weight
@@ -26,6 +26,7 @@ needs_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and rejects_wide(torch.device("cuda", 0)) != "", reason="not a Hopper GPU"
 )
 WIDE = pytest.param(wide_decode_gemm, marks=needs_hopper)
+PREFILL = (prefill_reconstruct, prefill_half, prefill_fused, prefill_fp8)
 
 
 def make_weight(k, n, bits, codebook, *, bias=True, seed=0):
@@ -81,6 +82,23 @@ def test_the_original_basis_is_the_rounded_float64_weight_without_a_gain(bits, c
     assert abs(gain) < 2e-6
 
 
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_a_transformed_side_is_the_rounded_float64_weight_without_a_gain(bits, codebook):
+    weight = make_weight(1024, 1024, bits, codebook)
+    inner = inner_weight(weight).double()
+    sides = {
+        "outputs": hadamard_128(inner) * weight.svh.double(),
+        "inputs": hadamard_128(inner.T).T * weight.suh.double()[:, None],
+    }
+    for side, expected in sides.items():
+        got = whole(on_gpu(weight), side)
+        differ = (got != expected.half()).float().mean()
+        gain = float((got.double() * expected).sum() / expected.square().sum() - 1)
+        assert differ < 3e-4 and relative(got, expected) < 3e-4
+        assert abs(gain) < 2e-6
+
+
 @pytest.mark.parametrize("bits", [1, 4, 7])
 def test_e4m3_weights_never_saturate(bits):
     weight = on_gpu(make_weight(256, 256, bits, "mcg"))
@@ -110,6 +128,7 @@ def test_decode_and_prefill_reconstruct_meet_the_staged_reference(shape):
         pytest.param("wide-decode", 4e-4, marks=needs_hopper),
         ("prefill-reconstruct", 4e-4),
         ("prefill-fused", 4e-4),
+        ("prefill-half", 5e-4),
         ("fp8-prefill", 0.05),
         ("fp8-prefill-tensor", 0.06),
     ],
@@ -136,13 +155,23 @@ def test_a_row_has_the_same_bits_whatever_rows_it_travels_with(shape):
 
 
 @needs_hopper
+@pytest.mark.parametrize("shape", [*SHAPES, (256, 128, 8, "mcg")])
+def test_a_row_has_the_same_bits_in_every_size_of_the_wide_gemm(shape):
+    weight, x = on_gpu(make_weight(*shape)), make_rows(ROWS, shape[0]).cuda()
+    together = wide_decode_gemm(x[:256], weight, torch.float32)
+    for rows in (1, 16, 31, 32, 33, 64, 65, 127, 128, 129, 191, 192, 193, 255):
+        assert torch.equal(wide_decode_gemm(x[:rows], weight, torch.float32), together[:rows])
+    assert torch.equal(wide_decode_gemm(x, weight, torch.float32)[:150], together[:150])
+
+
+@needs_hopper
 @pytest.mark.parametrize("codebook", CODEBOOKS)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_the_wide_gemm_multiplies_by_the_exact_inner_matrix(bits, codebook):
     weight, x = make_weight(512, 384, bits, codebook, bias=False), make_rows(257, 512)
     rotated = hadamard_half(x, pre_scale=weight.suh).double()
     expected = hadamard_128(rotated @ inner_weight(weight).double()) * weight.svh.double()
-    for rows in (1, 100, 192, 193, 256, 257):
+    for rows in (1, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257):
         assert relative(wide_decode_gemm(x[:rows].cuda(), on_gpu(weight), torch.float32), expected[:rows]) < 5e-6
 
 
@@ -155,7 +184,9 @@ def test_outputs_are_the_rounded_fp32_result_and_repeats_are_identical():
         assert torch.equal(shared_decode_gemm(x, weight, torch.float32), exact)
 
 
-@pytest.mark.parametrize("linear", [shared_decode_gemm, WIDE, prefill_reconstruct, prefill_fused, prefill_fp8])
+@pytest.mark.parametrize(
+    "linear", [shared_decode_gemm, WIDE, prefill_reconstruct, prefill_half, prefill_fused, prefill_fp8]
+)
 def test_strides_and_alignment_do_not_change_a_result(linear):
     weight, wide = on_gpu(make_weight(*SHAPES[0])), make_rows(40, SHAPES[0][0] + 3).cuda()
     odd = wide[:, 3:]
@@ -164,7 +195,7 @@ def test_strides_and_alignment_do_not_change_a_result(linear):
     assert torch.equal(linear(turned, weight, torch.bfloat16), linear(odd.contiguous(), weight, torch.bfloat16))
 
 
-@pytest.mark.parametrize("linear", [prefill_reconstruct, prefill_fused, prefill_fp8])
+@pytest.mark.parametrize("linear", PREFILL)
 def test_slices_give_the_result_of_the_whole(linear, monkeypatch):
     shape = SHAPES[1]
     weight, x = on_gpu(make_weight(*shape)), make_rows(64, shape[0]).cuda()
@@ -173,7 +204,9 @@ def test_slices_give_the_result_of_the_whole(linear, monkeypatch):
     assert relative(linear(x, weight, torch.float32), expected) < 5e-6
 
 
-@pytest.mark.parametrize("linear", [shared_decode_gemm, WIDE, prefill_reconstruct, prefill_fused, prefill_fp8])
+@pytest.mark.parametrize(
+    "linear", [shared_decode_gemm, WIDE, prefill_reconstruct, prefill_half, prefill_fused, prefill_fp8]
+)
 def test_a_replayed_graph_gives_the_eager_bits_on_new_inputs(linear):
     weight, x = on_gpu(make_weight(*SHAPES[0])), make_rows(400, SHAPES[0][0]).cuda()
     captured = x[:200].clone()
@@ -197,7 +230,7 @@ def test_the_first_launch_of_its_kind_inside_a_capture_fails_loudly():
 
 def test_two_streams_at_once_do_not_share_scratch():
     weight, x = on_gpu(make_weight(*SHAPES[1])), make_rows(ROWS, SHAPES[1][0]).cuda()
-    for linear in (shared_decode_gemm, prefill_reconstruct, prefill_fused):
+    for linear in (shared_decode_gemm, prefill_reconstruct, prefill_half, prefill_fused):
         expected = [linear(part, weight, torch.float32) for part in (x[:100], x[100:200])]
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         torch.cuda.synchronize()
@@ -211,7 +244,9 @@ def test_two_streams_at_once_do_not_share_scratch():
             assert torch.equal(y, expected[i % 2])
 
 
-@pytest.mark.parametrize("linear", [shared_decode_gemm, WIDE, prefill_reconstruct, prefill_fused, prefill_fp8])
+@pytest.mark.parametrize(
+    "linear", [shared_decode_gemm, WIDE, prefill_reconstruct, prefill_half, prefill_fused, prefill_fp8]
+)
 def test_threads_on_one_stream_do_not_share_scratch(linear):
     """Found by a run: heads scored from several threads read each other's reconstructed weights."""
     weights = [on_gpu(make_weight(1024, 768, bits, "mcg", seed=bits)) for bits in (3, 4, 5, 6)]

@@ -8,7 +8,7 @@ from tiny_models import VOCAB, llama_tensors, tiny_config, write_model
 
 from exl3eval.checkpoint.directory import open_checkpoint
 from exl3eval.engine.capture import capture_arm
-from exl3eval.engine.lanes import Lane, parse_lanes
+from exl3eval.engine.lanes import Lane, parse_integers, parse_lanes, threshold_rows
 from exl3eval.engine.model import ArmModel, load_arm
 from exl3eval.errors import UsageError
 from exl3eval.variant import Variant
@@ -84,7 +84,7 @@ def test_a_lane_resumes_by_whole_batches(model: ArmModel, tmp_path: Path) -> Non
 
 
 def test_names_and_folders() -> None:
-    lanes = parse_lanes(["prefill", "chunked", "decode"], rows="1,4", chunks="64", decode_positions=8)
+    lanes = parse_lanes(["prefill", "chunked", "decode"], rows=[1, 4], chunks="64", decode_positions=8)
     assert [lane.name for lane in lanes] == ["prefill", "chunked[64]", "decode[1]", "decode[4]"]
     assert [lane.slug for lane in lanes] == ["prefill", "chunked-64", "decode-1", "decode-4"]
     assert [lane.head_rows for lane in lanes] == [None, None, 1, 4]
@@ -95,17 +95,38 @@ def test_names_and_folders() -> None:
     [
         ({"kinds": ["prefil"]}, "unknown lane 'prefil'"),
         ({"kinds": ["prefill", "prefill"]}, "asked for twice"),
-        ({"kinds": ["decode"], "rows": "1,1"}, "asked for twice"),
-        ({"kinds": ["decode"], "rows": "one"}, "--rows is 'one'"),
-        ({"kinds": ["decode"], "rows": "0"}, "with 0 rows"),
+        ({"kinds": ["decode"], "rows": [1, 1]}, "asked for twice"),
+        ({"kinds": ["decode"], "rows": [0]}, "with 0 rows"),
         ({"kinds": ["chunked"], "chunks": "4;5"}, "--chunks is '4;5'"),
         ({"kinds": ["decode"], "decode_positions": 0}, "with 0 rows or positions"),
     ],
 )
 def test_malformed_lanes_are_refused(arguments: dict[str, object], reason: str) -> None:
-    usual = {"rows": "1", "chunks": "8", "decode_positions": 4}
+    usual = {"rows": [1], "chunks": "8", "decode_positions": 4}
     with pytest.raises(UsageError, match=reason):
         parse_lanes(**{**usual, **arguments})  # type: ignore[arg-type]
+
+
+def test_rows_on_the_command_line_are_whole_numbers() -> None:
+    assert parse_integers(" 1, 16 ", "--rows") == [1, 16]
+    with pytest.raises(UsageError, match="--rows is 'one'"):
+        parse_integers("one", "--rows")
+
+
+def test_rows_reach_both_sides_of_every_threshold() -> None:
+    assert threshold_rows(["1-:reference"]) == [1, 2, 4, 8, 16]
+    dispatches = ["1-16:decode-gemm,17-:shared-decode", "1-128:shared-decode,129-:prefill-reconstruct"]
+    assert threshold_rows(dispatches) == [1, 2, 4, 8, 16, 17, 128, 129]
+    assert threshold_rows(["1-512:shared-decode,513-:prefill-reconstruct"]) == [1, 2, 4, 8, 16]
+
+
+def test_graphs_replay_decode_steps_only_and_need_a_gpu(model: ArmModel, tmp_path: Path) -> None:
+    lane = Lane(kind="decode", rows=2, scored=4, graph=True)
+    assert (lane.name, lane.slug) == ("decode[2,graph]", "decode-2-graph")
+    with pytest.raises(UsageError, match="CUDA graphs need a GPU"):
+        _capture(model, tmp_path, lane)
+    with pytest.raises(UsageError, match="'prefill' under CUDA graphs"):
+        Lane(kind="prefill", graph=True)
 
 
 def test_a_decode_lane_needs_a_prefix() -> None:

@@ -1,6 +1,7 @@
 """The commands on real runs: exit codes, files, and what a person is told. Small model; bundled one with -m slow."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from exl3eval import cli
 from exl3eval.bundled import bundled_model
 from exl3eval.errors import UsageError
-from exl3eval.records import digest_file
+from exl3eval.records import digest_file, seal, write_json
 from exl3eval.variant import shipped_variants
 
 DATA = Path(__file__).parents[1] / "data" / "qwen2-tied"
@@ -122,13 +123,14 @@ def test_a_shuffled_run_is_invalid(run, measured, folder):
     block = 40 * 24
     arms = [table.slice(block * i, block) for i in range(3)]
     pq.write_table(pa.concat_tables([arm.take(rows) for arm in arms]), out / "positions.parquet")
+    shutil.copyfile(source / "floors.parquet", out / "floors.parquet")
     receipt = json.loads((source / "receipt.json").read_text())
-    (out / "receipt.json").write_text(json.dumps(receipt))
+    write_json(out / "receipt.json", receipt)
     code, text, _ = run("gate", out)
     assert code == 4
     assert "was altered" in text
     receipt["positions_sha256"] = digest_file(out / "positions.parquet")
-    (out / "receipt.json").write_text(json.dumps(receipt))
+    write_json(out / "receipt.json", seal(receipt))
     code, text, _ = run("gate", out)
     assert code == 4
     assert "contexts are not the suite's draw" in text

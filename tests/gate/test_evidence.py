@@ -11,7 +11,7 @@ from exl3eval.compare import context_means
 from exl3eval.errors import InvalidRunError, UsageError
 from exl3eval.gate.checks import check_context_order, check_one_design, list_differences
 from exl3eval.gate.evidence import read_run
-from exl3eval.records import digest_value
+from exl3eval.records import digest_value, seal, write_json
 from exl3eval.score.positions import split_arms, write_table
 from exl3eval.suite.context import Context, Suite, suite_digest
 
@@ -21,7 +21,7 @@ def edit_receipt(folder: Path, change, *, redigest: bool = False) -> None:
     change(receipt)
     if redigest:
         receipt |= {f"{part}_digest": digest_value(receipt[part]) for part in ("identity", "results")}
-    (folder / "receipt.json").write_text(json.dumps(receipt))
+    write_json(folder / "receipt.json", seal(receipt))
 
 
 def rewrite(folder: Path, arms) -> Path:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from exl3_kernels.codebook import codebook_values
 from exl3_kernels.hadamard import hadamard_128, hadamard_half
+from exl3_kernels.prefill import rotates_rows
 from exl3_kernels.reconstruct import dense_weight, inner_weight, linear_staged
 from exl3_kernels.routes import ROUTES
 from exl3_kernels.weight import CODEBOOKS
@@ -166,6 +167,17 @@ def dense_in_float16(x, weight, out_dtype):
     return (y if weight.bias is None else y + weight.bias.float()).to(out_dtype)
 
 
+def one_side_in_float16(x, weight, out_dtype):
+    inner = inner_weight(weight).float()
+    if rotates_rows(weight):
+        outputs = (hadamard_128(inner) * weight.svh.float()).half().float()
+        y = hadamard_half(x.half(), pre_scale=weight.suh).float() @ outputs
+    else:
+        inputs = (hadamard_128(inner.T).T * weight.suh.float()[:, None]).half().float()
+        y = hadamard_128(x.half().float() @ inputs) * weight.svh.float()
+    return (y if weight.bias is None else y + weight.bias.float()).to(out_dtype)
+
+
 def dense_in_e4m3(x, weight, out_dtype):
     def rounded(values, largest):
         return (values * (448 / largest)).to(torch.float8_e4m3fn).float() * (largest / 448)
@@ -187,9 +199,25 @@ def dense_in_e4m3(x, weight, out_dtype):
         mutants.suite_catches_mutants,
     ],
 )
-@pytest.mark.parametrize(("run", "arithmetic"), [(dense_in_float16, "dense16"), (dense_in_e4m3, "e4m3")])
+@pytest.mark.parametrize(
+    ("run", "arithmetic"),
+    [(dense_in_float16, "dense16"), (one_side_in_float16, "half16"), (dense_in_e4m3, "e4m3")],
+)
 def test_routes_that_round_their_weights_pass_within_their_own_bounds(run, arithmetic, check):
     assert status(check, fake(run, arithmetic=arithmetic)) != "fail"
+
+
+@pytest.mark.parametrize("shape", [(256, 512, 4, "mcg"), (512, 256, 4, "mcg")])
+def test_a_weight_rounded_on_one_side_is_held_to_its_own_bound(shape):
+    def twice(x, weight, out_dtype):  # rounds its rows or its sums once more
+        y = one_side_in_float16(x.bfloat16(), weight, torch.float32)
+        return y.to(out_dtype)
+
+    scope = replace(TINY, shapes=(shape,), one_hot=shape[:2])
+    for check in (decoding.one_hot_decode, sums.error_over_bound, sums.relative_error):
+        assert status(check, fake(one_side_in_float16, arithmetic="half16"), scope) == "pass"
+    for check in (sums.error_over_bound, sums.relative_error):
+        assert status(check, fake(twice, arithmetic="half16"), scope) == "fail"
 
 
 @pytest.mark.parametrize("shape", sums.SPLIT_SHAPES)

@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from exl3eval.records import digest_file, digest_value, write_json
-from exl3eval.score.positions import ARROW_SCHEMA, LABELS, split_arms, write_table
+from exl3eval.floors import floor_means
+from exl3eval.records import digest_file, digest_value, seal, write_json
+from exl3eval.score.positions import ARROW_SCHEMA, LABELS, read_positions, split_arms, write_table
 from exl3eval.verify import recompute_results
 
 RUN = Path(__file__).parents[1] / "data" / "report_run"
@@ -71,7 +72,9 @@ def synthetic_run(folder, num_contexts, num_positions):
     receipt["results"]["floors"] |= results["floors"]
     receipt |= {f"{field}_digest": digest_value(receipt[field]) for field in ("identity", "results")}
     receipt["positions_sha256"] = digest_file(folder / "positions.parquet")
-    write_json(folder / "receipt.json", receipt)
+    shutil.copyfile(RUN / "floors.parquet", folder / "floors.parquet")
+    receipt["results"]["floors"] |= floor_means(split_arms(read_positions(folder / "floors.parquet")))
+    write_json(folder / "receipt.json", seal(receipt))
 
 
 def measure(folder, out):

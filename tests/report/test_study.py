@@ -217,6 +217,17 @@ def test_lanes_of_one_kind_score_the_same_positions(stored):
         arrange([stored, decode(1, 8), decode(4, 9)])
 
 
+def test_head_lanes_stand_side_by_side(stored):
+    def change(receipt):
+        for place in (receipt["identity"]["arms"], receipt["results"]["arms"]):
+            place["base@shared-head"] = place["reference-bfloat16"]
+
+    assert not any(section.id == "heads" for section in build_document(arrange([stored])).sections)
+    (row,) = table(arrange([altered(stored, change)]), "heads").rows
+    own, shared = (stored.results["arms"][name]["kl"]["mean"] for name in ("base", "reference-bfloat16"))
+    assert (row[2].value, row[4].value, row[6].value) == (own, shared, own - shared)
+
+
 def test_the_control_of_a_lane_is_shown_beside_the_floor(stored):
     def change(receipt):
         receipt["identity"]["lane"] = "decode[4]"
@@ -228,4 +239,4 @@ def test_the_control_of_a_lane_is_shown_beside_the_floor(stored):
     study = arrange([replace(run, rows={**stored.rows, "reference-decode-4": stored.rows["reference-bfloat16"]})])
     assert [arm.role for arm in study.arms("decode[4]")] == ["baseline", "variant", "floor", "control"]
     assert table(study, "divergence").rows[3][0].text == "`reference-decode-4` (lane control)"
-    assert any("in the decode[4] lane" in row[1].text for row in table(study, "floors").rows)
+    assert any("the reference in the lane" in row[1].text for row in table(study, "floors").rows)

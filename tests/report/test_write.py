@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from exl3eval.errors import InvalidRunError, UsageError
-from exl3eval.records import digest_file, write_json
+from exl3eval.records import digest_file, seal, write_json
 from exl3eval.report import candidates
 from exl3eval.report.commands import register
 from exl3eval.report.document import Cell, Column, Document, Section, Table
@@ -43,7 +43,7 @@ def study():
 def run(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("receipt.json", "positions.parquet", "candidates.parquet"):
+    for name in ("receipt.json", "positions.parquet", "floors.parquet", "candidates.parquet"):
         shutil.copyfile(RUN / name, folder / name)
     return folder
 
@@ -185,7 +185,7 @@ def store_candidates(run, *, wrong_first=False):
     table = pa.Table.from_pylist(records).replace_schema_metadata({"schema": candidates.SCHEMA})
     pq.write_table(table, run / "candidates.parquet")
     receipt = json.loads((run / "receipt.json").read_text())
-    write_json(run / "receipt.json", receipt | {"candidates_sha256": digest_file(run / "candidates.parquet")})
+    write_json(run / "receipt.json", seal(receipt | {"candidates_sha256": digest_file(run / "candidates.parquet")}))
 
 
 def test_stored_candidates_reach_the_token_viewer(run):

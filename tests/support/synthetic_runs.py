@@ -1,13 +1,12 @@
 """Runs as `exl3eval kld --out` writes them, from numbers that a test chooses."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from exl3eval.identity import source_digest
-from exl3eval.records import digest_file, digest_value
+from exl3eval.records import digest_file, digest_value, seal, write_json
 from exl3eval.score.positions import ARROW_SCHEMA, write_table
 
 FLOOR = "reference-bfloat16"
@@ -60,6 +59,7 @@ def write_run(
     """Write the baseline, the floor and one variant as a run; `identity` replaces fields of the identity."""
     chosen = {name: arms[name] for name in (FLOOR, "base", variant)}
     write_table(folder / "positions.parquet", build_table(chosen))
+    write_table(folder / "floors.parquet", build_table({"batch_shape:base": chosen[FLOOR]}))
     write_receipt(folder, chosen, variant, **identity)
     return folder
 
@@ -111,7 +111,7 @@ def write_receipt(
         "floors": {"repeat_difference": {"base": 0.0, variant: repeat_difference}},
     }
     receipt = {
-        "schema": "exl3eval/receipt/1",
+        "schema": "exl3eval/receipt/2",
         "created": created,
         "reference": "reference",
         "baseline": "base",
@@ -122,8 +122,9 @@ def write_receipt(
         "results": results,
         "results_digest": digest_value(results),
         "positions_sha256": digest_file(folder / "positions.parquet"),
+        "floors_sha256": digest_file(folder / "floors.parquet"),
     }
-    (folder / "receipt.json").write_text(json.dumps(receipt))
+    write_json(folder / "receipt.json", seal(receipt))
 
 
 def _context_means(values: np.ndarray, num_positions: int) -> np.ndarray:

@@ -20,8 +20,8 @@ cudaError_t launch_one(const GemmArgs& args, const Call& call) {
         if (error != cudaSuccess) return error;
         prepared.fetch_or(1ull << device.number);
     }
-    const int shared = std::max(G::kSharedBytes, device.shared_that_spreads(args.plan.ctas));
-    return launch(kernel, dim3(args.plan.ctas), G::kThreads, shared, call.overlap, call.stream, args);
+    const int shared = std::max(G::kSharedBytes, device.shared_that_spreads(args.plan.teams));
+    return launch(kernel, dim3(args.plan.teams), G::kThreads, shared, call.overlap, call.stream, args);
 }
 
 template <int kCodebook>

@@ -30,6 +30,13 @@ EXL3_INLINE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The product alone.
+EXL3_INLINE void mma_first(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
 EXL3_INLINE void copy_async(uint32_t shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
@@ -215,7 +222,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) gemm_kernel(const __gr
         stage = stage + 1 == kStages ? 0 : stage + 1;
         next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
         const bool ends = ++depth == args.plan.units_per_block;
-        if (ends || i + 1 == count) gemm.flush(blockIdx.x + block, sums);
+        if (ends || i + 1 == count) gemm.flush(args.plan.slot(blockIdx.x, block), sums);
         if (ends) {
             depth = 0;
             ++block;

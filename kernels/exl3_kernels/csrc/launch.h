@@ -52,24 +52,37 @@ inline cudaError_t query(Device& device) {
 template <int kBits>
 cudaError_t launch_gemm(const GemmArgs& args, const Call& call);
 
-// Rows in 24 or 32 groups of eight; Hopper only.
+// Rows in 8, 16, 24 or 32 groups of eight; Hopper only.
 template <int kBits>
 cudaError_t launch_wide(const GemmArgs& args, const Call& call);
 
 template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, int shared, bool overlap, cudaStream_t stream,
-                   Args&&... args) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_clusters(int cluster, void (*kernel)(Params...), dim3 grid, int threads, int shared, bool overlap,
+                            cudaStream_t stream, Args&&... args) {
+    cudaLaunchAttribute attributes[2]{};
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = overlap ? 1 : 0;
+    config.attrs = attributes;
+    if (overlap) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs].val.clusterDim.x = cluster;
+        attributes[config.numAttrs].val.clusterDim.y = 1;
+        attributes[config.numAttrs++].val.clusterDim.z = 1;
+    }
     return cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+}
+
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, int shared, bool overlap, cudaStream_t stream,
+                   Args&&... args) {
+    return launch_clusters(1, kernel, grid, threads, shared, overlap, stream, std::forward<Args>(args)...);
 }
 
 }  // namespace exl3

@@ -9,16 +9,19 @@ namespace {
 
 constexpr float kLargestE4M3 = 448.0f;
 
-template <typename Out, typename Bias>
+template <typename Out, typename Bias, int kRows>
 __global__ void unrotate_kernel(const float* sums, const __half* svh, const Bias* bias, Out* y, int64_t row_stride,
                                 int rows, int columns) {
     const int warp = (blockIdx.x * kRowThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
     const int blocks = columns / kBlock;
-    const int row = warp / blocks, column = warp % blocks * kBlock + lane * 4;
-    if (row >= rows) return;
-    float v[4];
-    load_four(sums + static_cast<int64_t>(row) * columns + column, v);
-    finish(v, svh, bias, y + row * row_stride + column, column);
+    const int first_row = warp / blocks * kRows, column = warp % blocks * kBlock + lane * 4;
+    float v[kRows][4];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+        if (first_row + r < rows) load_four(sums + static_cast<int64_t>(first_row + r) * columns + column, v[r]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+        if (first_row + r < rows) finish(v[r], svh, bias, y + (first_row + r) * row_stride + column, column);
 }
 
 // One thread block per row: scale = largest magnitude / 448 (or the given one), values = RN(x / scale) in E4M3.
@@ -88,11 +91,15 @@ int exl3_unrotate(const void* sums, const void* svh, const void* bias, int bias_
         return with_type(bias_type, [&](auto* added) {
             using Out = std::remove_pointer_t<decltype(out)>;
             using Bias = std::remove_pointer_t<decltype(added)>;
-            return launch(unrotate_kernel<Out, Bias>,
-                          dim3(warps_to_blocks(static_cast<int64_t>(rows) * (columns / kBlock))), kRowThreads, 0, false,
-                          static_cast<cudaStream_t>(stream), static_cast<const float*>(sums),
-                          static_cast<const __half*>(svh), static_cast<const Bias*>(bias), static_cast<Out*>(y),
-                          row_stride, rows, columns);
+            const int64_t blocks = columns / kBlock;
+            return with_rows_per_warp(rows * blocks, [&](auto per_warp) {
+                constexpr int kRows = decltype(per_warp)::value;
+                return launch(unrotate_kernel<Out, Bias, kRows>,
+                              dim3(warps_to_blocks((rows + kRows - 1) / kRows * blocks)), kRowThreads, 0, false,
+                              static_cast<cudaStream_t>(stream), static_cast<const float*>(sums),
+                              static_cast<const __half*>(svh), static_cast<const Bias*>(bias), static_cast<Out*>(y),
+                              row_stride, rows, columns);
+            });
         });
     });
 }

@@ -9,7 +9,9 @@ namespace exl3 {
 //   kInner     float16, the codebook value itself.
 //   kOriginal  float16, RN16((H W H)[i, j] suh[i] svh[j]), everything before the rounding in fp32.
 //   kEightBit  E4M3, the same product with suh and svh scaled by norm[0] and norm[1].
-enum Kind { kInner = 0, kOriginal = 1, kEightBit = 2 };
+//   kOutputs   float16, RN16((W H)[i, j] svh[j]): for rotated rows.
+//   kInputs    float16, RN16((H W)[i, j] suh[i]): for rows as they are, whose sums are then rotated.
+enum Kind { kInner = 0, kOriginal = 1, kEightBit = 2, kOutputs = 3, kInputs = 4 };
 
 struct ReconstructArgs {
     const uint8_t* trellis;

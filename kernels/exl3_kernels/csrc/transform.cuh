@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "launch.h"
 
@@ -74,6 +75,14 @@ EXL3_INLINE void finish(float (&v)[4], const __half* svh, const Bias* bias, Out*
         for (int i = 0; i < 4; ++i) v[i] += added[i];
     }
     store_four(y, v);
+}
+
+// Where a kernel has many more warps than run at once, each serves four rows: more loads in flight, less arithmetic.
+constexpr int64_t kManyWarps = 16384;
+
+template <typename F>
+cudaError_t with_rows_per_warp(int64_t warps, F f) {
+    return warps < kManyWarps ? f(std::integral_constant<int, 1>()) : f(std::integral_constant<int, 4>());
 }
 
 inline int warps_to_blocks(int64_t warps) { return static_cast<int>((warps * 32 + kRowThreads - 1) / kRowThreads); }

@@ -6,7 +6,7 @@ from exl3eval.kernel_check.samples import make_rows, make_weight
 from exl3eval.kernel_check.subject import subjects_on
 
 WEIGHTS = ((256, 384, 4, "mcg"), (384, 256, 3, "mul1"), (256, 256, 7, "3inst"))
-ROWS = (1, 33)
+ROWS = (1, 33, 130)
 
 
 def main() -> None:
