@@ -133,6 +133,18 @@ def seal(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, RECEIPT_DIGEST: digest_value(body)}
 
 
+def require_absent(path: Path) -> None:
+    """Refuse to begin long work whose receipt would find its place taken.
+
+    Raises
+    ------
+    UsageError
+        If the file exists.
+    """
+    if path.exists():
+        raise UsageError(f"{path.name} already exists and is immutable", hint="choose another output folder")
+
+
 def write_receipt(path: Path, value: Mapping[str, Any]) -> dict[str, Any]:
     """Write a receipt, which nobody may change: it holds the digest of everything else it says; return it.
 

@@ -44,7 +44,9 @@ def bench(
     from exl3eval.identity import package_versions
     from exl3eval.kernel_bench.measure import measure
     from exl3eval.kernel_bench.report import build_record, read_peer, render_markdown, write_bench
+    from exl3eval.records import require_absent
 
+    require_absent(out / "bench.json")
     gpu = _require_gpu()
     peer_times = read_peer(peer) if peer else {}
     found = []

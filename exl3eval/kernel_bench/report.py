@@ -10,7 +10,7 @@ from typing import Any
 
 from exl3eval.errors import UsageError
 from exl3eval.kernel_bench.measure import DENSE, PROBE, Measurement
-from exl3eval.records import read_json, write_atomic, write_json
+from exl3eval.records import read_json, write_atomic, write_receipt
 
 SCHEMA = "exl3eval/kernel-bench/1"
 PEAK_BYTES_PER_SECOND = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.04e12}
@@ -136,9 +136,9 @@ def write_bench(out: Path, record: Mapping[str, Any]) -> None:
     Raises
     ------
     UsageError
-        If the disk refuses.
+        If there is a record, or the disk refuses.
     """
-    write_json(out / "bench.json", record)
+    write_receipt(out / "bench.json", record)
     write_atomic(out / "bench.md", render_markdown(record))
 
 

@@ -32,12 +32,14 @@ def check(
     """Check that every route is exact where it promises to be, and that these checks can fail."""
     import json
 
-    receipt = check_routes(device, route, upstream=upstream, quick=quick)
     from exl3eval.kernel_check.report import render_markdown
-    from exl3eval.records import write_atomic, write_json
+    from exl3eval.records import require_absent, write_atomic, write_receipt
 
     if out is not None:
-        write_json(out / "receipt.json", receipt)
+        require_absent(out / "receipt.json")
+    receipt = check_routes(device, route, upstream=upstream, quick=quick)
+    if out is not None:
+        receipt = write_receipt(out / "receipt.json", receipt)
         write_atomic(out / "check.md", render_markdown(receipt))
     if as_json:
         print(json.dumps(receipt, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False))

@@ -16,7 +16,7 @@ from exl3_kernels.codebook import codebook_values
 from exl3_kernels.encode import encode_tiles
 from exl3_kernels.weight import CODEBOOKS
 from exl3eval.identity import code_identity, device_identity
-from exl3eval.records import write_json
+from exl3eval.records import write_receipt
 
 RMS = {"3inst": 1.24371088, "mcg": 1.24371088, "mul1": 1.0}
 SCALE = {"3inst": 0.88, "mcg": 0.88, "mul1": 0.92}
@@ -73,7 +73,7 @@ def main() -> None:
         "speed": {f"mcg.K{bits}": time_encoder(bits, "mcg") for bits in (2, 3, 4, 5, 6, 8)},
         "agreement": {f"{codebook}.K{bits}": compare(bits, codebook) for codebook in CODEBOOKS for bits in range(1, 9)},
     }
-    write_json(Path(sys.argv[1]), receipt, exclusive=True)
+    write_receipt(Path(sys.argv[1]), receipt)
     for name, speed in receipt["speed"].items():
         print(f"{name}: {speed['weights_per_s'] / 1e6:.2f} M weights/s")
     print("states equal:", all(entry["same_states"] for entry in receipt["agreement"].values()))

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from exl3eval.records import write_receipt
+
 ROWS = (1, 2, 4, 8)
 GRAPHS = "FULL_DECODE_ONLY"
 MODES: dict[str, dict[str, Any]] = {
@@ -193,7 +195,7 @@ def main() -> None:
             "engines": {name: json.loads((folder / f"{name}.json").read_text()) for name in engines},
             "comparisons": {f"{a} || {b}": compare(logits[a], logits[b]) for a, b in pairs if {a, b} <= logits.keys()},
         }
-    options.out.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    write_receipt(options.out, record)
 
 
 def _start(name: str, arm: str, mode: str, folder: Path) -> subprocess.Popen[bytes]:

@@ -18,7 +18,7 @@ from exl3_kernels.encode import encode_tiles
 from exl3_kernels.gather import gather_cuda, gather_plain
 from exl3_kernels.weight import CODEBOOKS
 from exl3eval.identity import code_identity, device_identity
-from exl3eval.records import write_json
+from exl3eval.records import write_receipt
 
 SCALE = {"3inst": 1.09, "mcg": 1.09, "mul1": 0.92}
 GPU = torch.device("cuda")
@@ -89,7 +89,7 @@ def main() -> None:
         "strips": {f"mcg.K4.{tiles}": encoder_speed(4, "mcg", "cuda", tiles, 5) for tiles in STRIP_TILES},
         "gather": {f"{count}x{width}": gather_speed(count, width) for count, width in GATHERS},
     }
-    write_json(Path(sys.argv[1]), receipt, exclusive=True)
+    write_receipt(Path(sys.argv[1]), receipt)
     for part in ("kernel", "torch", "strips"):
         for name, speed in receipt[part].items():
             print(f"{part} {name}: {speed['weights_per_s'] / 1e6:.2f} M weights/s")

@@ -20,7 +20,7 @@ from exl3_kernels.experts import Exl3Experts, Expert
 from exl3_kernels.linear import Exl3Linear
 from exl3_kernels.weight import MULTIPLIERS, Exl3Weight
 from exl3eval.identity import code_identity, device_identity
-from exl3eval.records import write_json
+from exl3eval.records import write_receipt
 
 GPU = torch.device("cuda", 0)
 HIDDEN, INNER, EXPERTS, SLOTS = 2048, 768, 128, 8
@@ -192,7 +192,7 @@ def main() -> None:
         "kernels": {"architecture": library.architecture, "source_sha256": library.source_sha256},
         "rows": rows,
     }
-    write_json(Path(sys.argv[1]), receipt)
+    write_receipt(Path(sys.argv[1]), receipt)
 
 
 if __name__ == "__main__":
