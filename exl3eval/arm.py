@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ class ArmOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmRecord:
-    """One arm in one lane; `launches` counts its body and its head."""
+    """One arm in one lane; `launches` counts its body and its head, `engine` is what a foreign engine resolved."""
 
     spec: ArmSpec
     lane: Lane
@@ -169,6 +169,7 @@ class ArmRecord:
     launches: dict[Launch, int]
     embedding_bytes: EmbeddingBytes
     attention: str
+    engine: Mapping[str, Any] | None = None
 
 
 def run_arm(task: ArmTask, reporter: Reporter) -> ArmOutcome:
@@ -231,7 +232,7 @@ def arm_contract(spec: ArmSpec, *, tokens: str, engine: str, device: Mapping[str
     return {
         "arm": spec.name,
         "checkpoint": spec.checkpoint_sha256,
-        "variant": asdict(spec.resolved),
+        "variant": spec.resolved.identity,
         "tokens": tokens,
         "engine": engine,
         "device": dict(device),

@@ -99,7 +99,10 @@ def kld(
     suite: Annotated[Path | None, typer.Option(help="Suite folder; default: the shipped one.")] = None,
     split: Annotated[str, typer.Option(help="analysis, or the sealed qualification split.")] = "analysis",
     num_contexts: Annotated[int | None, typer.Option(help="A balanced subset of this size; default: all.")] = None,
-    positions: Annotated[int, typer.Option(help="Scored predictions per context.")] = 512,
+    positions: Annotated[
+        int | None,
+        typer.Option(help="Scored predictions per context; default: 512, or 128 where vLLM runs on a CPU."),
+    ] = None,
     lane: Annotated[
         list[str] | None, typer.Option(help="prefill (default), chunked or decode; may be given several times.")
     ] = None,
@@ -115,6 +118,16 @@ def kld(
     shared_head: Annotated[
         bool, typer.Option("--shared-head", help="Score both arms through the reference's head as well.")
     ] = False,
+    engine: Annotated[str, typer.Option(help="What runs the arms: transformers, or vllm as it serves.")] = (
+        "transformers"
+    ),
+    reference_engine: Annotated[
+        str, typer.Option(help="Under vLLM: what runs the reference; transformers adds the floor between engines.")
+    ] = "",
+    compiled: Annotated[bool, typer.Option("--compile", help="Under vLLM: arms run under torch.compile.")] = False,
+    decode_style: Annotated[
+        str, typer.Option(help="Under vLLM, decode lanes: one-token, or forced through the sampler.")
+    ] = "one-token",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the context order and of resampling.")] = 1,
     out: Annotated[
@@ -132,7 +145,7 @@ def kld(
     from exl3eval.present import receipt_tables
     from exl3eval.progress import TerminalReporter
     from exl3eval.receipt import build_receipt, check_output_folder, write_run
-    from exl3eval.request import KldRequest, decode_rows
+    from exl3eval.request import KldRequest, decode_rows, default_positions
     from exl3eval.run import run_kld
     from exl3eval.settings import load_settings
 
@@ -152,21 +165,20 @@ def kld(
         suite=suite,
         split=split,
         num_contexts=num_contexts,
-        num_positions=positions,
+        num_positions=default_positions(engine, device) if positions is None else positions,
         reference_precision=reference_precision,
         lanes=tuple(lanes),
         shared_head=shared_head,
+        engine=engine,
+        reference_engine=reference_engine,
+        compiled=compiled,
+        decode_style=decode_style,
         device=device,
         seed=seed,
         trust_remote_code=trust_remote_code,
         fresh=fresh,
     )
-    runs = run_kld(
-        request,
-        cache_dir=settings.cache_dir,
-        num_threads=settings.num_threads,
-        reporter=TerminalReporter(quiet=quiet),
-    )
+    runs = run_kld(request, settings=settings, reporter=TerminalReporter(quiet=quiet))
     receipts = []
     for run in runs:
         folder = folders[run.lane.name]
@@ -241,14 +253,12 @@ def inspect(directory: Annotated[Path, typer.Argument(help="A model directory.")
 @app.command()
 def variants(as_json: Json = False) -> None:
     """List the shipped variants and what each changes."""
-    from dataclasses import asdict
-
     from exl3eval.present import rows_table
     from exl3eval.variant import shipped_variants
 
     shipped = shipped_variants()
     if as_json:
-        _print_json([asdict(variant) for variant in shipped.values()])
+        _print_json([variant.identity for variant in shipped.values()])
         return
     rows = [(v.name, v.activations, v.linear, v.embedding, v.doc) for v in shipped.values()]
     _print(rows_table(("variant", "activations", "linear", "embedding", "what it changes"), rows))

@@ -15,6 +15,8 @@ import pyarrow as pa
 
 from exl3eval.compare import Comparison, Resampling, compare_arms
 from exl3eval.errors import InvalidRunError
+from exl3eval.floors import ENGINES
+from exl3eval.vllm_engine.floor import check_cross_engine
 
 # Keyed by arm name; what they say of the variant arm is compared under `variant.` and `arm.`.
 _BY_ARM = ("identity.arms", "identity.head_lane")
@@ -74,9 +76,11 @@ def list_differences(left: StoredRun, right: StoredRun, *, declared: Collection[
 
 def _variant_arm(run: StoredRun) -> dict[str, Any]:
     arm = run.receipt["identity"]["arms"][run.receipt["variant"]]
+    engine = arm.get("engine") or {}
     return {
         "variant": {key: value for key, value in arm["resolved"].items() if key not in ("name", "doc")},
-        "arm": {key: arm[key] for key in ("checkpoint_sha256", "attention")},
+        "arm": {key: arm[key] for key in ("checkpoint_sha256", "attention")}
+        | {"engine": {key: engine.get(key) for key in ("mode", "effective", "interpreter")}},
     }
 
 
@@ -104,7 +108,8 @@ def compare_runs(
     Raises
     ------
     InvalidRunError
-        If the runs differ in a field that nothing declares, or were not scored on the same positions.
+        If the runs differ in a field that nothing declares, were not scored on the same positions, or ran in two
+        engines whose own difference was not measured or not exceeded.
     """
     differences = list_differences(left, right, declared=declared)
     undeclared = [difference for difference in differences if not difference.declared]
@@ -121,5 +126,12 @@ def compare_runs(
         (labels[0], left.arms[names[0]]),
         (labels[1], right.arms[names[1]]),
         Resampling(**left.receipt["resampling"]),
+    )
+    engines = [str(run.receipt["identity"]["engine"]) for run in (left, right)]
+    floors = [run.receipt["results"]["floors"].get(ENGINES) for run in (left, right)]
+    check_cross_engine(
+        *engines,
+        delta_nats=comparison.paired.delta.mean,
+        floor_nats=max((value for floor in floors if floor for value in floor.values()), default=None),
     )
     return differences, comparison

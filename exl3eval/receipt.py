@@ -16,9 +16,9 @@ from exl3eval.checkpoint.inspect import inventory
 from exl3eval.errors import UsageError
 from exl3eval.floors import floor_means
 from exl3eval.records import digest_file, digest_value, write_receipt
-from exl3eval.request import REFERENCE
-from exl3eval.run import KldRun
+from exl3eval.request import REFERENCE, VLLM
 from exl3eval.score.positions import split_arms, write_table
+from exl3eval.session import KldRun
 
 SCHEMA = "exl3eval/receipt/2"
 RECEIPT_FILE = "receipt.json"
@@ -30,10 +30,11 @@ FLOORS_FILE = "floors.parquet"
 def _arm_identity(record: ArmRecord) -> dict[str, Any]:
     return {
         "checkpoint_sha256": record.spec.checkpoint_sha256,
-        "declared": asdict(record.spec.declared),
-        "resolved": asdict(record.spec.resolved),
+        "declared": record.spec.declared.identity,
+        "resolved": record.spec.resolved.identity,
         "attention": record.attention,
         "lane": record.lane.name,
+        "engine": record.engine,
         "launches": [{**launch._asdict(), "count": count} for launch, count in sorted(record.launches.items())],
     }
 
@@ -87,7 +88,10 @@ def build_receipt(run: KldRun) -> dict[str, Any]:
         "reference_precision": run.request.reference_precision,
         "lane": run.lane.name,
         "head_lane": {name: record.spec.resolved.head for name, record in run.arms.items()},
-        "engine": "transformers",
+        "engine": run.request.engine,
+        "reference_engine": run.request.reference_engine or run.request.engine,
+        "compiled": run.request.compiled,
+        "decode_style": run.request.decode_style if run.request.engine == VLLM else None,
         "graphs": any(record.lane.graph for record in run.arms.values()),
         "kv_cache": run.lane.kv_cache,
         "seed": run.request.seed,

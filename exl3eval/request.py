@@ -19,6 +19,10 @@ from exl3eval.variant import Variant, load_variant, resolve_variant
 REFERENCE = "reference"
 PRECISIONS = ("float32", "bfloat16")
 PREFILL = Lane(kind="prefill")
+TRANSFORMERS, VLLM = "transformers", "vllm"
+ENGINES = (TRANSFORMERS, VLLM)
+DECODE_STYLES = ("one-token", "forced")
+POSITIONS, VLLM_CPU_POSITIONS = 512, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,14 @@ class KldRequest:
         How contexts are fed to the arms under test, each a run of its own; the reference always runs in one prefill.
     shared_head : bool
         Score both candidates through the reference's head as well, as arms of their own.
+    engine : str
+        What runs the arms: `transformers`, or `vllm` with its own scheduler, attention and head.
+    reference_engine : str
+        What runs the reference of arms under vLLM; `transformers` makes the difference between engines a floor.
+    compiled : bool
+        Under vLLM: run candidates under torch.compile.
+    decode_style : str
+        Under vLLM: `one-token` feeds held-out ids as prompts, `forced` makes vLLM sample them.
     device : str
         `auto`, `cpu`, `cuda` or `cuda:N`.
     seed : int
@@ -62,10 +74,14 @@ class KldRequest:
     suite: Path | None = None
     split: str = "analysis"
     num_contexts: int | None = None
-    num_positions: int = 512
+    num_positions: int = POSITIONS
     reference_precision: str = "float32"
     lanes: tuple[Lane, ...] = (PREFILL,)
     shared_head: bool = False
+    engine: str = TRANSFORMERS
+    reference_engine: str = ""
+    compiled: bool = False
+    decode_style: str = DECODE_STYLES[0]
     device: str = "auto"
     seed: int = 1
     trust_remote_code: bool = False
@@ -117,6 +133,11 @@ def lane_control_name(lane: Lane) -> str:
     return f"{REFERENCE}-{lane.slug}"
 
 
+def lane_control_names(lane: Lane) -> tuple[str, str]:
+    """Return the names that a lane's control can have: plain, and under a compiling engine."""
+    return lane_control_name(lane), f"{lane_control_name(lane)}-compiled"
+
+
 def shared_head_name(arm: str) -> str:
     """Name an arm scored through the reference's head."""
     return f"{arm}@shared-head"
@@ -160,6 +181,45 @@ def check_lanes(request: KldRequest, variants: Iterable[Variant]) -> None:
                     hint=f"use --lane {variant.lanes[0]}",
                 )
         lane.first_scored(request.num_positions)
+
+
+def check_engine(request: KldRequest, variants: Iterable[Variant]) -> None:
+    """Check that the engine exists and can run what the variants declare.
+
+    Raises
+    ------
+    UsageError
+        Naming the option.
+    """
+    for option, value, known in (
+        ("--engine", request.engine, ENGINES),
+        ("--reference-engine", request.reference_engine or request.engine, ENGINES),
+        ("--decode-style", request.decode_style, DECODE_STYLES),
+    ):
+        if value not in known:
+            raise UsageError(f"{option} is {value!r}", hint=f"use one of: {', '.join(known)}")
+    if request.engine == VLLM:
+        if request.shared_head:
+            raise UsageError(
+                "--shared-head under vLLM: an engine scores its own head", hint="use the variant `head-bf16`"
+            )
+        return
+    for option, given in (
+        ("--compile", request.compiled),
+        ("--decode-style", request.decode_style != DECODE_STYLES[0]),
+        ("--reference-engine", request.reference_engine == VLLM),
+    ):
+        if given:
+            raise UsageError(f"{option} is for arms under vLLM", hint="add --engine vllm")
+    for variant in variants:
+        if variant.vllm is not None:
+            raise UsageError(f"variant `{variant.name}` declares a vLLM stack", hint="add --engine vllm")
+
+
+def default_positions(engine: str, device_name: str) -> int:
+    """Return the positions per context that a run scores unless told: fewer where vLLM runs on a CPU."""
+    on_cpu = resolve_device(device_name).type == "cpu"
+    return VLLM_CPU_POSITIONS if engine == VLLM and on_cpu else POSITIONS
 
 
 def open_models(request: KldRequest) -> tuple[Checkpoint, Checkpoint]:

@@ -4,11 +4,13 @@
 |---|---|
 | `EXL3EVAL_CACHE` | folder for token ids and reference captures; default: the user's cache folder + `exl3eval` |
 | `EXL3EVAL_THREADS` | CPU threads for torch; default: the cores this process may run on |
+| `EXL3EVAL_VLLM_PYTHON` | interpreter of an environment with vLLM, for `--engine vllm`; default: this one |
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +19,12 @@ from exl3eval.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A snapshot of the environment, taken once per process."""
+    """A snapshot of the environment, taken once per process; arms under vLLM inherit a few names of it."""
 
     cache_dir: Path
     num_threads: int
+    vllm_python: Path | None
+    environment: Mapping[str, str]
 
 
 def load_settings() -> Settings:
@@ -42,4 +46,6 @@ def load_settings() -> Settings:
     return Settings(
         cache_dir=Path(cache) if cache else user_cache / "exl3eval",
         num_threads=int(threads) if threads else cores,
+        vllm_python=Path(os.environ["EXL3EVAL_VLLM_PYTHON"]) if os.environ.get("EXL3EVAL_VLLM_PYTHON") else None,
+        environment=dict(os.environ),
     )

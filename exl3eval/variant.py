@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from exl3eval.errors import UsageError
+from exl3eval.vllm_engine.stack import VllmStack, parse_stack
 
 SCHEMA = "exl3eval/variant/1"
 AUTO = "auto"
@@ -25,6 +26,7 @@ LOGITS = ("float32", "bfloat16")
 HEADS = ("own", "reference")
 GRAPHS = ("off", "decode")
 NO_QUANTIZING = "none"
+STACK = "vllm"
 LISTS = ("requires", "forbids", "lanes")
 _DEVICE_DEFAULTS = {
     "cpu": {"activations": "float32", "linear": "1-:reference"},
@@ -58,6 +60,8 @@ class Variant:
         checkpoint.
     logits : str
         `float32`, or `bfloat16` to round them: a known-bad control.
+    vllm : VllmStack or None
+        Someone else's vLLM stack in place of these kernels.
     requires : tuple of str
         Routes that must have launched, or the arm is INVALID; a declared route that never ran proves nothing.
     forbids : tuple of str
@@ -80,6 +84,7 @@ class Variant:
     graphs: str = "off"
     quantize: str = "none"
     logits: str = "float32"
+    vllm: VllmStack | None = None
     requires: tuple[str, ...] = ()
     forbids: tuple[str, ...] = ()
     lanes: tuple[str, ...] = ()
@@ -87,6 +92,8 @@ class Variant:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == STACK:
+                continue
             if field.name in LISTS:
                 if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                     raise UsageError(
@@ -118,6 +125,12 @@ class Variant:
             )
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """Everything declared, without a path."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != STACK}
+        return plain | {STACK: None if self.vllm is None else self.vllm.identity}
+
+    @property
     def is_resolved(self) -> bool:
         """Whether nothing is left to the device."""
         return AUTO not in (self.activations, self.linear)
@@ -138,6 +151,7 @@ def parse_variant(text: str, *, where: str) -> Variant:
     schema = table.pop("schema", None)
     if schema != SCHEMA:
         raise UsageError(f"{where}: schema is {schema!r}, expected {SCHEMA!r}", hint="write the file for this version")
+    stack = table.pop(STACK, None)
     known = [field.name for field in fields(Variant)]
     if unknown := sorted(set(table) - set(known)):
         close = get_close_matches(unknown[0], known, n=1)
@@ -148,7 +162,7 @@ def parse_variant(text: str, *, where: str) -> Variant:
     needed = [field.name for field in fields(Variant) if field.default is MISSING]
     if missing := [name for name in needed if name not in table]:
         raise UsageError(f"{where}: key `{missing[0]}` is missing", hint=f"required keys: {', '.join(needed)}")
-    return Variant(**table)
+    return Variant(**table, vllm=None if stack is None else parse_stack(stack, where=where))
 
 
 def shipped_variants() -> dict[str, Variant]:
@@ -244,5 +258,5 @@ def resolve_variant(variant: Variant, device_type: str, *, gpu: str | None = Non
 
 def differing_fields(left: Variant, right: Variant) -> list[str]:
     """Name the fields, other than name and doc, in which two variants differ."""
-    a, b = asdict(left), asdict(right)
+    a, b = left.identity, right.identity
     return [name for name in a if name not in ("name", "doc") and a[name] != b[name]]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny_models import VOCAB, tiny_config, write_model
 
+import exl3_kernels.ldlq
+from exl3eval import online
 from exl3eval.checkpoint.directory import open_checkpoint
 from exl3eval.engine.model import load_arm
 from exl3eval.errors import UsageError
@@ -27,6 +29,14 @@ def _plain(tmp_path: Path) -> Path:
     return write_model(tmp_path, tensors, config, exl3=False)
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in this process, and take a scale instead of searching one, which needs a GPU to be quick."""
+    monkeypatch.setattr(exl3_kernels.ldlq, "search_global_scale", lambda *_: 0.9)
+    monkeypatch.setattr(online, "run_isolated", lambda work, task, reporter, label: work(task, reporter))
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_source_becomes_a_checkpoint_once(tmp_path: Path) -> None:
     source = open_checkpoint(_plain(tmp_path / "source"))
 
@@ -38,7 +48,7 @@ def test_the_source_becomes_a_checkpoint_once(tmp_path: Path) -> None:
             seed=1,
             device=CPU,
             cache_dir=tmp_path / "cache",
-            num_threads=2,
+            num_threads=1,
             reporter=TerminalReporter(quiet=True),
         )
 

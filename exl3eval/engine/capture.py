@@ -51,7 +51,7 @@ class Capture:
 
     def hidden_states(self, ids_digest: str) -> torch.Tensor:
         """Read one context: [T, H]."""
-        hidden_TH, _ = _read_context(_path(self.directory, ids_digest))  # type: ignore[misc]
+        hidden_TH, _ = read_hidden(_path(self.directory, ids_digest))  # type: ignore[misc]
         return hidden_TH
 
 
@@ -63,7 +63,7 @@ def _digest_tensor(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _read_context(path: Path) -> tuple[torch.Tensor, dict[Launch, int]] | None:
+def read_hidden(path: Path) -> tuple[torch.Tensor, dict[Launch, int]] | None:
     """Read a finished context, or None if the file is absent, damaged or not what it says."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -76,7 +76,8 @@ def _read_context(path: Path) -> tuple[torch.Tensor, dict[Launch, int]] | None:
     return hidden_TH, {Launch(*key): count for key, count in json.loads(metadata["launches"])}
 
 
-def _write_context(path: Path, hidden_SH: torch.Tensor, launches: dict[Launch, int]) -> None:
+def write_hidden(path: Path, hidden_SH: torch.Tensor, launches: dict[Launch, int]) -> None:
+    """Write one context [S, H] atomically, with the digest of its bytes and the launches that made it."""
     hidden_SH = hidden_SH.contiguous()
     metadata = {
         "sha256": _digest_tensor(hidden_SH),
@@ -132,7 +133,7 @@ def capture_arm(
 
     def run_one_batch(batch: list[tuple[str, torch.Tensor]]) -> tuple[dict[Launch, int], bool]:
         paths = [_path(directory, ids_digest) for ids_digest, _ in batch]
-        found = [None if fresh else _read_context(path) for path in paths]
+        found = [None if fresh else read_hidden(path) for path in paths]
         if all(found):
             return dict(sum((Counter(each[1]) for each in found if each), Counter())), True
         reset_launches()
@@ -141,7 +142,7 @@ def capture_arm(
         hidden_BSH = model.run_lane(torch.stack([ids_T for _, ids_T in whole]), lane).cpu()
         counted = read_launches()
         for index, path in enumerate(paths):
-            _write_context(path, hidden_BSH[index], counted if index == 0 else {})
+            write_hidden(path, hidden_BSH[index], counted if index == 0 else {})
         return counted, False
 
     batches = [contexts[start : start + lane.batch] for start in range(0, len(contexts), lane.batch)]
@@ -153,7 +154,7 @@ def capture_arm(
     filled = (contexts * lane.batch)[: lane.batch]
     ids_BT = torch.stack([ids_T for _, ids_T in filled])
     (again_TH,) = map_contexts(lambda ids: model.run_lane(ids, lane)[0].cpu(), [ids_BT], num_threads=1)
-    first = _read_context(_path(directory, contexts[0][0]))
+    first = read_hidden(_path(directory, contexts[0][0]))
     if first is None:
         raise UsageError(
             "a capture vanished while the run went on", hint="keep other processes out of the cache folder"

@@ -249,11 +249,8 @@ def _quick_run(variant: str) -> Iterator[list[Path]]:
     from exl3eval.run import run_kld
     from exl3eval.settings import load_settings
 
-    settings = load_settings()
     request = KldRequest(variant=variant, num_contexts=32, num_positions=64)
-    (run,) = run_kld(
-        request, cache_dir=settings.cache_dir, num_threads=settings.num_threads, reporter=TerminalReporter(quiet=True)
-    )
+    (run,) = run_kld(request, settings=load_settings(), reporter=TerminalReporter(quiet=True))
     with tempfile.TemporaryDirectory() as folder:
         write_run(Path(folder), run)
         yield [Path(folder)]

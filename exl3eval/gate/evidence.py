@@ -8,7 +8,7 @@ the model produced; only running it again shows that.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ def _check_arms(run: Run) -> None:
                 f"{math.log(vocab_size):.2f} nats",
                 hint="a broken model is no data point; find what broke it",
             )
+    if _changed_no_launch(arms[run.baseline.arm], arms[run.variant.arm]):
+        raise InvalidRunError(
+            f"arms `{run.baseline.arm}` and `{run.variant.arm}` declare other dispatches and made the same launches",
+            hint="choose a lane whose row counts reach what the variant changes: this one says nothing about it",
+        )
     if differences := _undeclared_differences(arms[run.baseline.arm], arms[run.variant.arm]):
         raise InvalidRunError(
             f"arms `{run.baseline.arm}` and `{run.variant.arm}` differ in what the variants do not declare: "
@@ -82,9 +87,15 @@ def _check_arms(run: Run) -> None:
         )
 
 
+def _changed_no_launch(baseline: Mapping[str, Any], variant: Mapping[str, Any]) -> bool:
+    """Return whether a variant's dispatch differs from its baseline's and nothing else ran for it (lessons M3)."""
+    other = baseline["resolved"]["linear"] != variant["resolved"]["linear"]
+    return other and baseline["launches"] == variant["launches"]
+
+
 def _undeclared_differences(baseline: Mapping[str, Any], variant: Mapping[str, Any]) -> list[str]:
     """List what differs between two arms although their variants declare the same."""
-    apart = ("declared", "resolved", "launches")
+    apart = ("declared", "resolved", "launches", "engine")
     same = [
         name
         for name, value in baseline["declared"].items()
@@ -92,10 +103,22 @@ def _undeclared_differences(baseline: Mapping[str, Any], variant: Mapping[str, A
     ]
     left, right = (
         {key: value for key, value in arm.items() if key not in apart}
-        | {"resolved": {name: arm["resolved"][name] for name in same}}
+        | {"resolved": {name: arm["resolved"][name] for name in same}, "engine": _engine(arm, same)}
         for arm in (baseline, variant)
     )
     return list_differences(left, right)
+
+
+def _engine(arm: Mapping[str, Any], same: Collection[str]) -> dict[str, Any]:
+    """Return what must be equal in the engines of two arms whose variants declare some fields alike."""
+    engine = arm.get("engine")
+    if engine is None or "vllm" not in same:
+        return {}
+    apart = {"kv_blocks"} if "graphs" in same else {"kv_blocks", "cudagraph_mode", "capture_sizes"}
+    effective = {name: value for name, value in engine["effective"].items() if name not in apart}
+    return {"interpreter": engine["interpreter"], "effective": effective} | (
+        {"mode": engine["mode"]} if "graphs" in same else {}
+    )
 
 
 def _check_headlines(run: Run) -> None:

@@ -59,8 +59,8 @@ def build_receipt(run: SmokeRun) -> dict[str, Any]:
 def _identity(arm: SmokeArm) -> dict[str, Any]:
     return {
         "checkpoint_sha256": arm.checkpoint_sha256,
-        "declared": asdict(arm.declared),
-        "resolved": asdict(arm.resolved),
+        "declared": arm.declared.identity,
+        "resolved": arm.resolved.identity,
         "attention": arm.attention,
         "launches": [{**launch._asdict(), "count": count} for launch, count in sorted(arm.launches.items())],
     }

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from exl3_kernels import routes
 from exl3_kernels.routes import Launch
 from exl3eval.checkpoint.directory import open_checkpoint
-from exl3eval.engine.capture import _read_context, _write_context
+from exl3eval.engine.capture import read_hidden, write_hidden
 from exl3eval.engine.lanes import Lane
 from exl3eval.errors import InvalidRunError, UsageError
 from exl3eval.records import digest_value
@@ -132,13 +132,14 @@ def check_effective(effective: Mapping[str, Any], request: ChildRequest) -> None
         "float32_matmul": "highest",
         "compile_mode": compiled,
         "cudagraph_mode": graphs,
+        "kv_cache_dtype": request.arguments.get("kv_cache_dtype", "auto"),
     }
-    seen = dict(effective)
+    seen = {"kv_cache_dtype": "auto", **effective}
     seen["compile_mode"] = "NONE" if effective["compile_mode"] in (None, "NONE") else "compiled"
     for field, value in expected.items():
         if seen[field] != value:
             raise InvalidRunError(
-                f"arm `{request.arm}`: the engine runs with {field} = {effective[field]!r}, declared {value!r}",
+                f"arm `{request.arm}`: the engine runs with {field} = {seen[field]!r}, declared {value!r}",
                 hint="vLLM changed the setting by itself: this model or platform does not support the mode",
             )
 
@@ -201,7 +202,7 @@ class _Arm:
         digest = self._request.digests[member]
         if read_rows(context_path(Path(task.rows), digest)) is None:
             return False
-        return task.hidden is None or _read_context(context_path(Path(task.hidden), digest)) is not None
+        return task.hidden is None or read_hidden(context_path(Path(task.hidden), digest)) is not None
 
     def _filled(self, lane: Lane, members: list[int]) -> list[int]:
         """Fill a short batch with the first contexts again: the engine sees exactly the lane's rows."""
@@ -229,7 +230,7 @@ class _Arm:
                 evidence = replace(evidence, launches=launches, graph_replays=replays)
             if task.hidden is not None:
                 path = context_path(Path(task.hidden), digest)
-                _write_context(path, hidden_BSH[index], launches if index == 0 else {})
+                write_hidden(path, hidden_BSH[index], launches if index == 0 else {})
             write_rows(context_path(Path(task.rows), digest), replace(rows[index], evidence=evidence))
 
     def _check_replays(self, task: LaneTask, replays: int) -> None:
@@ -246,7 +247,7 @@ class _Arm:
         """Read the reference's hidden states of a batch: [B, S, H]."""
         states = []
         for member in filled:
-            found = _read_context(context_path(Path(self._request.reference_hidden), self._request.digests[member]))
+            found = read_hidden(context_path(Path(self._request.reference_hidden), self._request.digests[member]))
             if found is None:
                 raise UsageError(
                     "hidden states of the reference are missing", hint="keep other processes out of the cache folder"

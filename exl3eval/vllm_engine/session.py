@@ -103,7 +103,7 @@ def arm_contract(arm: VllmArm, session: VllmSession, reference_hidden: Path | No
     return {
         "arm": arm.spec.name,
         "checkpoint": arm.spec.checkpoint_sha256,
-        "variant": {key: value for key, value in asdict(arm.spec.resolved).items() if key != "vllm"},
+        "variant": {key: value for key, value in arm.spec.resolved.identity.items() if key != "vllm"},
         "stack": arm.stack.identity if arm.stack else None,
         "tokens": session.tokens.digest,
         "vocab_size": session.vocab_size,

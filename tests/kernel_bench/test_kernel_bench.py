@@ -14,6 +14,7 @@ from exl3eval.kernel_bench.measure import Measurement
 from exl3eval.kernel_bench.report import build_record, read_peer, render_markdown, roofline_us, write_bench
 from exl3eval.kernel_bench.timing import Timing
 from exl3eval.kernel_bench.tune import tune
+from exl3eval.records import read_receipt, seal
 
 SHAPE = Geometry(name="small", in_features=4096, out_features=4096, bits=4)
 
@@ -55,7 +56,7 @@ def test_the_record_relates_every_contestant_to_dense_and_to_the_peer(tmp_path):
     assert cell["roofline_us"] == pytest.approx((4096 * 4096 / 2 + 2 * 8192) / 4.8e12 * 1e6)
     assert "synthetic" in record["workload"]
     write_bench(tmp_path / "out", record)
-    assert json.loads((tmp_path / "out/bench.json").read_text()) == record
+    assert read_receipt(tmp_path / "out/bench.json") == seal(record)
     table = (tmp_path / "out/bench.md").read_text()
     assert table == render_markdown(record)
     assert "| shared-decode | 0.50 | 0.40 | 1.0 |" in table

@@ -28,6 +28,7 @@ from exl3eval.variant import Variant
 from exl3eval.verify import read_stored_run
 from exl3eval.vllm_engine.child import check_effective
 from exl3eval.vllm_engine.request import ChildRequest, LaneTask
+from exl3eval.vllm_engine.stack import Evidence, VllmStack
 
 RUN = Path(__file__).parents[1] / "data" / "report_run"
 BASE = Variant(name="base", doc="x", activations="float32", linear="1-:reference", embedding="stored")
@@ -42,6 +43,7 @@ OTHER = {
     "requires": ("reference",),
     "forbids": ("broken-window",),
     "lanes": ("decode",),
+    "vllm": VllmStack(environment={}, arguments={}, evidence=(Evidence(kind="log", pattern="x"),)),
 }
 
 
@@ -118,7 +120,6 @@ def stated(run, sentence: str) -> bool:
     return sentence in repr(build_document(arrange([run])))
 
 
-@pytest.mark.xfail(strict=True, reason="the cache dtype that vLLM resolved is recorded, not compared")
 def test_an_engine_that_quantizes_its_cache_undeclared_is_invalid(tmp_path: Path) -> None:
     """M15: a checkpoint may ask the engine for an FP8 cache that no variant declares."""
     request = ChildRequest(
@@ -185,7 +186,7 @@ def test_sources_have_one_digest_in_any_place_and_another_after_any_edit(
             name = package(tmp_path / place, "pinned_harness", text)
             importlib.invalidate_caches()
             digests.append(source_digest(name))
-            sys.modules.pop(name)
+            sys.modules.pop(name, None)
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -23,9 +23,9 @@ from exl3eval.gate.evidence import read_run
 from exl3eval.gate.policy import MarginRule, Policy
 from exl3eval.records import digest_value, seal, write_json
 from exl3eval.request import REFERENCE, shared_head_name
-from exl3eval.run import _Session, check_identical_head
 from exl3eval.score.divergence import AGREE, FLIP, measure_divergences
 from exl3eval.score.positions import Placed, build_table, split_arms
+from exl3eval.transformers_run import _scored_arm, check_identical_head
 from exl3eval.variant import Variant
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,6 @@ def test_every_kind_of_launch_is_primed_on_its_own(monkeypatch: pytest.MonkeyPat
             operands.require_primed(*other)
 
 
-@pytest.mark.xfail(strict=True, reason="two dispatches with the same launches are believed, with a note")
 def test_a_dispatch_that_changed_no_launch_is_not_evidence(tmp_path: Path) -> None:
     """M3: a change of decode rows was shipped on a prefill, which runs the same kernels with and without it."""
     synthetic_runs.write_run(tmp_path, synthetic_runs.build_arms(noise=0.0))
@@ -104,9 +103,9 @@ def test_every_arm_is_scored_through_the_head_that_it_serves() -> None:
     heads = {name: Head(module=torch.nn.Identity(), vocab_size=4) for name in (REFERENCE, "fused")}
     session = SimpleNamespace(device=torch.device("cpu"))
     assert VARIANT.head == "own"
-    assert _Session._scored_arm(session, record({}), heads).head is heads["fused"]
+    assert _scored_arm(session, record({}), heads).head is heads["fused"]
     asked = record({}, replace(VARIANT, head="reference"))
-    assert _Session._scored_arm(session, asked, heads).head is heads[REFERENCE]
+    assert _scored_arm(session, asked, heads).head is heads[REFERENCE]
 
 
 def test_equal_heads_must_read_exactly_alike_in_both_head_lanes() -> None:

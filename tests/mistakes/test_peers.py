@@ -135,9 +135,7 @@ def test_a_file_that_ends_16_nats_down_is_not_filled_up() -> None:
     codes = np.zeros((1, 1, 4 + vocab), dtype=np.uint16)
     codes[0, 0, :4] = np.array([step, -16.0], dtype="<f4").view("<u2")
     codes[0, 0, 4] = 65535
-    base = LlamaKld(
-        name="x", n_ctx=n_ctx, n_vocab=vocab, n_chunk=1, tokens=np.zeros((1, n_ctx), np.int32), codes=codes
-    )
+    base = LlamaKld(name="x", n_ctx=n_ctx, n_vocab=vocab, n_chunk=1, tokens=np.zeros((1, n_ctx), np.int32), codes=codes)
     filled = -16.0 + float(step) * codes[0, 0, 4:].astype(np.float64)
     mass = np.exp(filled).sum()
     assert 0.027 < 1.0 - 1.0 / mass < 0.028

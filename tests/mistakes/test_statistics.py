@@ -11,6 +11,7 @@ from scipy import stats
 from synthetic_runs import FLOOR, build_arms, build_table
 
 from exl3eval.compare import Resampling, compare_arms, context_means, summarise_arm
+from exl3eval.errors import UsageError
 from exl3eval.gate.decide import decide_bounds, judge_delta
 from exl3eval.gate.endpoints import Delta
 from exl3eval.gate.policy import MarginRule, Policy
@@ -192,5 +193,5 @@ def test_one_cluster_has_no_standard_error() -> None:
 
 def test_no_position_is_no_mean() -> None:
     """M5, in numbers: nothing to average is an error, not a 0."""
-    with pytest.raises(Exception, match="no positions to average"):
+    with pytest.raises(UsageError, match="no positions to average"):
         context_means(rows_of(build_arms(num_contexts=2, num_positions=2))["base"].slice(0, 0), "kl")

@@ -15,7 +15,7 @@ import torch
 from exl3eval.arm import ArmSpec
 from exl3eval.checkpoint.directory import open_checkpoint
 from exl3eval.checkpoint.load import checkpoint_digest
-from exl3eval.engine.capture import _write_context
+from exl3eval.engine.capture import write_hidden
 from exl3eval.engine.lanes import Lane
 from exl3eval.engine.model import load_arm
 from exl3eval.request import PREFILL, reference_variant
@@ -122,7 +122,7 @@ def transformers_hidden(arm, tokens, folder):
     model = load_arm(arm.checkpoint, arm.resolved, vocab_size=1000, device=CPU)
     for context in tokens.contexts:
         hidden = model.hidden_states(torch.from_numpy(context.ids[:-1].copy()))
-        _write_context(context_path(folder, context.digest), hidden, {})
+        write_hidden(context_path(folder, context.digest), hidden, {})
     return folder
 
 
