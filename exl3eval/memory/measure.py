@@ -158,17 +158,39 @@ def measure_memory(request: MemoryRequest, *, num_threads: int, reporter: Report
         return _measure(request, device, budget, reporter)
 
 
-def _measure(request: MemoryRequest, device: torch.device, budget: Budget | None, reporter: Reporter) -> MemoryRun:
-    declared = load_variant(request.variant)
-    if request.activations is not None:
-        declared = replace(declared, activations=request.activations)
+def resolve_stored(name: str, activations: str | None, device: torch.device) -> tuple[Variant, Variant]:
+    """Return a variant that runs a stored model, as declared and as it runs on a device.
+
+    Parameters
+    ----------
+    name : str
+        Of a variant, or a `.toml` file.
+    activations : str or None
+        In place of the variant's.
+    device : device
+        Where it runs.
+
+    Raises
+    ------
+    UsageError
+        If there is no such variant, it quantizes at load, or the device cannot run it.
+    """
+    declared = load_variant(name)
+    if activations is not None:
+        declared = replace(declared, activations=activations)
     if declared.quantize != NO_QUANTIZING:
         raise UsageError(
             f"variant `{declared.name}` quantizes the 16-bit model at load",
             hint="make the EXL3 directory with `exl3eval quantize` and measure that",
         )
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    resolved = resolve_variant(declared, device.type, gpu=gpu)
+    return declared, resolve_variant(declared, device.type, gpu=gpu)
+
+
+def _measure(request: MemoryRequest, device: torch.device, budget: Budget | None, reporter: Reporter) -> MemoryRun:
+    declared, resolved = resolve_stored(request.variant, request.activations, device)
+    if declared.vllm is not None:
+        raise UsageError(f"variant `{declared.name}` declares a vLLM stack", hint="add --engine vllm")
     directory = request.model or bundled_model("exl3")
     checkpoint = open_checkpoint(directory)
     check_routes(checkpoint, resolved.linear, device)

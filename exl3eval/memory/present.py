@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,6 +13,8 @@ from exl3eval.present import rows_table
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _LISTED = ("held", "key-value cache", "activations")
+_PEAKS = ("peak allocated", "peak reserved", "peak used")
+_MOMENTS, _READ = ("before", "started", "served"), ("allocated", "reserved", "used")
 UNKNOWN = "unknown"
 
 
@@ -47,6 +49,66 @@ def receipt_report(receipt: dict[str, Any]) -> RenderableType:
         *(Text(f"{UNKNOWN}: {reason}") for reason in dict.fromkeys(row["why"] for row in rows if row["why"])),
         Text(outcome["message"], style="" if outcome["fits"] else "red"),
     )
+
+
+def served_report(receipt: dict[str, Any]) -> RenderableType:
+    """Render a served arm's receipt: three limits, what it holds, memory by moment, each request, and the outcome."""
+    identity, results = receipt["identity"], receipt["results"]
+    asked, depths = identity["limits"], identity["probes"]["depths"]
+    head = (
+        f"{identity['resolved']['name']} ({identity['model']['form']}, {identity['resolved']['activations']}, "
+        f"{identity['mode']}) under vLLM on {identity['device']['name']}: requests of up to {asked['max_model_len']} "
+        f"tokens, prepared for {asked['max_num_seqs']} side by side"
+    )
+    share = asked["engine_budget"]
+    budget = "none: a cache of a fixed size" if share is None else format_bytes(results["engine_budget_bytes"])
+    cap = "none" if asked["hard_cap_bytes"] is None else format_bytes(asked["hard_cap_bytes"])
+    limits = [
+        ("engine budget", budget, "vLLM plans with it" + ("" if share is None else f" ({share:g} of the device)")),
+        ("hard cap", cap, "ours: torch's allocator reserves no more"),
+        ("physical memory", format_bytes(results["device_bytes"]), "the device's, shared by every process"),
+    ]
+    tokens = results["kv_tokens"]
+    figures = [
+        ("weights", format_bytes(results["weights_bytes"]), ""),
+        ("key-value cache", format_bytes(results["kv_cache_bytes"]), UNKNOWN if tokens is None else f"{tokens} tokens"),
+        *((name, format_bytes(results[name.replace(" ", "_")]), "") for name in _PEAKS),
+    ]
+    moments = [
+        (name, *(format_bytes(results["readings"][name][column]) for column in _READ))
+        for name in _MOMENTS
+        if name in results["readings"]
+    ]
+    requests = results["requests"]
+    served = [
+        (f"{depth:g}", str(each["prompt_tokens"]), _yes(each["finished"]), _yes(each["found"]))
+        for depth, each in zip(depths, requests, strict=False)
+    ]
+    finished, found = (sum(each[what] for each in requests) for what in ("finished", "found"))
+    outcome = "fits" if results["fits"] else f"does not fit, {results['outcome']}: {results['message']}"
+    return Group(
+        Text(head),
+        rows_table(("limit", "bytes", "whose"), limits),
+        rows_table(("held", "bytes", "room"), figures),
+        rows_table(("at", *_READ), moments),
+        rows_table(("secret at depth", "prompt tokens", "finished", "found"), served),
+        *(Text(f"{UNKNOWN}: {', '.join(names)}: {reason}") for reason, names in _by_reason(results["unknown"]).items()),
+        Text(
+            f"{outcome}; of {len(depths)} requests {finished} finished, {found} found their secret",
+            style="" if results["fits"] else "red",
+        ),
+    )
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _by_reason(unknown: Mapping[str, str]) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for name in sorted(unknown):
+        reasons.setdefault(unknown[name], []).append(name.removesuffix("_bytes").replace("_", " "))
+    return reasons
 
 
 def _pivot(rows: Sequence[dict[str, Any]], section: str) -> RenderableType:
