@@ -70,8 +70,8 @@ def git_state() -> dict[str, str | None]:
     }
 
 
-def device_identity(device: Any) -> dict[str, str | int | None]:
-    """Describe the device that arms run on."""
+def device_identity(device: Any) -> dict[str, Any]:
+    """Describe the device that arms run on, and on a GPU the kernels that were built for it."""
     import torch
 
     if device.type == "cuda":
@@ -82,12 +82,27 @@ def device_identity(device: Any) -> dict[str, str | int | None]:
             "compute_capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
             "driver": _driver_version(),
+            "kernels": _built_kernels(device),
         }
     return {
         "type": "cpu",
         "name": _cpu_name(),
         "threads": torch.get_num_threads(),
         "isa": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _built_kernels(device: Any) -> dict[str, str] | None:
+    """Digest the CUDA library that arms load: what ran, not what its sources say; None where it cannot be built."""
+    from exl3_kernels.cuda import load_library, unavailable
+
+    if unavailable(device):
+        return None
+    library = load_library(device)
+    return {
+        "architecture": library.architecture,
+        "source_sha256": library.source_sha256,
+        "binary_sha256": library.binary_sha256,
     }
 
 

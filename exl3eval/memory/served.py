@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,6 +146,7 @@ def measure_served(request: ServedRequest, settings: Settings, *, reporter: Repo
     interpreter = _interpreter(declared.vllm, settings)
     checkpoint = open_checkpoint(request.model or bundled_model("exl3"))
     check_routes(checkpoint, resolved.linear, device)
+    _check_length(request.max_model_len, checkpoint.config)
     text, needles = _make_needles(checkpoint.directory, request.max_model_len, settings.cache_dir)
     with reporter.phase("digest model", sum(entry.nbytes for entry in checkpoint.tensors), "bytes") as advance:
         sha256 = checkpoint_digest(checkpoint, progress=advance)
@@ -242,6 +243,18 @@ def _check_limits(request: ServedRequest, device: torch.device) -> None:
         raise UsageError(
             f"the budget of {request.hard_cap / (1 << 30):.2f} GiB exceeds the {total / (1 << 30):.2f} GiB of {device}",
             hint="give a smaller --budget, or none",
+        )
+
+
+def _check_length(max_model_len: int, config: Mapping[str, Any]) -> None:
+    """Refuse a length that the model was not made for; a scaled rotary embedding is vLLM's to judge."""
+    text = config.get("text_config", config)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    known = text.get("max_position_embeddings")
+    if known is not None and "factor" not in rope and max_model_len > known:
+        raise UsageError(
+            f"--max-model-len is {max_model_len}, more than the {known} positions of this model",
+            hint=f"give {known} or less",
         )
 
 

@@ -30,6 +30,8 @@ CASES = (
             "shared-decode",
             "prefill-reconstruct",
             "prefill-fused",
+            "prefill-half",
+            "wide-decode",
             "fp8-prefill",
         )
     ),
