@@ -240,28 +240,42 @@ def arm_contract(spec: ArmSpec, *, tokens: str, engine: str, device: Mapping[str
 
 
 def check_engagement(record: ArmRecord) -> None:
-    """Prove from counters that an arm ran what its variant declares.
+    """Prove from counters that an arm ran what its variant declares in its lane, see `check_routes_ran`."""
+    check_routes_ran(record.spec.name, record.spec.resolved, record.launches, where=f"lane {record.lane.name}")
+
+
+def check_routes_ran(arm: str, variant: Variant, launches: Mapping[Launch, int], *, where: str) -> None:
+    """Prove from counters that what a variant requires ran, and that nothing did that it forbids.
+
+    Parameters
+    ----------
+    arm : str
+        For messages.
+    variant : Variant
+        What is declared.
+    launches : mapping of Launch to int
+        As counted.
+    where : str
+        What was run, for messages.
 
     Raises
     ------
     InvalidRunError
         If a required route never launched, or a forbidden one did.
     """
-    variant = record.spec.resolved
     counts = Counter[str]()
-    for launch, count in record.launches.items():
+    for launch, count in launches.items():
         counts[launch.route] += count
     seen = ", ".join(f"{route} x {count}" for route, count in sorted(counts.items())) or "no EXL3 launch"
     for route in variant.requires:
         if not counts[route]:
             raise InvalidRunError(
-                f"arm `{record.spec.name}` declares route `{route}`, which launched 0 times in lane "
-                f"{record.lane.name} ({seen})",
+                f"arm `{arm}` declares route `{route}`, which launched 0 times in {where} ({seen})",
                 hint="choose a lane whose row counts reach the route; a claim about a route that never ran is void",
             )
     for route in variant.forbids:
         if counts[route]:
             raise InvalidRunError(
-                f"arm `{record.spec.name}` forbids route `{route}`, which launched {counts[route]} times ({seen})",
+                f"arm `{arm}` forbids route `{route}`, which launched {counts[route]} times in {where} ({seen})",
                 hint="the dispatch sends rows there: change the variant",
             )

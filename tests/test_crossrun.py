@@ -1,11 +1,14 @@
 """Two runs are compared only where everything that differs between them is declared."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 
 from exl3eval.crossrun import StoredRun, compare_runs, list_differences
 from exl3eval.errors import InvalidRunError
+from exl3eval.verify import read_stored_run
 
 RESOLVED = {"name": "base", "doc": "x", "linear": "1-:reference", "embedding": "stored"}
 RECEIPT = {
@@ -71,3 +74,24 @@ def test_an_undeclared_difference_refuses(change: dict[str, object], field: str)
     with pytest.raises(InvalidRunError, match=f"differ in `{field}`") as caught:
         compare_runs(_run(), _run(**change))
     assert "--declare" in caught.value.hint
+
+
+def test_engines_are_compared_only_above_their_own_difference() -> None:
+    receipt, arms = read_stored_run(Path(__file__).parent / "data" / "report_run")
+    own = StoredRun(receipt=receipt, arms=arms)
+
+    def served(floor: float | None) -> StoredRun:
+        other = json.loads(json.dumps(receipt))
+        other["identity"]["engine"] = other["identity"]["reference_engine"] = "vllm"
+        other["variant"] = "base"
+        if floor is not None:
+            other["results"]["floors"]["engines"] = {"reference": floor}
+        return StoredRun(receipt=other, arms=arms)
+
+    declared = ["identity.engine", "identity.reference_engine"]
+    with pytest.raises(InvalidRunError, match="no floor between them was measured"):
+        compare_runs(own, served(None), declared=declared)
+    with pytest.raises(InvalidRunError, match="is below the floor between these engines"):
+        compare_runs(own, served(1.0), declared=declared)
+    _, comparison = compare_runs(own, served(1e-12), declared=declared)
+    assert comparison.paired.delta.mean < 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from exl3_kernels.routes import Launch, read_launches, reset_launches
+from exl3eval.arm import check_routes_ran
 from exl3eval.checkpoint.directory import Checkpoint
 from exl3eval.checkpoint.load import checkpoint_digest
 from exl3eval.engine.device import pin_arithmetic, resolve_device
@@ -179,7 +179,7 @@ def run_smoke(request: SmokeRequest, *, cache_dir: Path, num_threads: int, repor
                 retrieval=score_needles(spec.name, needles, outputs),
                 agreement=summarise(spec.name, continuations),
             )
-        _check_engagement(arms[spec.name])
+        check_routes_ran(spec.name, spec.resolved, arms[spec.name].launches, where="the decode smoke")
         del loaded, decoder
         gc.collect()
     assert known is not None
@@ -249,22 +249,3 @@ def _continue(
         logits_SV = reference.head.logits(text.hidden.to(decoder.arm.device))
         continuations.append(compare_continuation(free.ids, forced.ids, text.ids, logits_SV))
     return continuations
-
-
-def _check_engagement(arm: SmokeArm) -> None:
-    routes = Counter[str]()
-    for launch, count in arm.launches.items():
-        routes[launch.route] += count
-    seen = ", ".join(f"{route} x {count}" for route, count in sorted(routes.items())) or "no EXL3 launch"
-    for route in arm.resolved.requires:
-        if not routes[route]:
-            raise InvalidRunError(
-                f"arm `{arm.name}` declares route `{route}`, which launched 0 times ({seen})",
-                hint="give prompts whose row counts reach the route",
-            )
-    for route in arm.resolved.forbids:
-        if routes[route]:
-            raise InvalidRunError(
-                f"arm `{arm.name}` forbids route `{route}`, which launched {routes[route]} times ({seen})",
-                hint="the dispatch sends rows there: change the variant",
-            )

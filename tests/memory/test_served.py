@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -134,8 +135,14 @@ def test_the_engine_is_asked_for_secrets_in_prompts_that_fill_it(engine, call):
     assert "EXL3EVAL_SECRET" not in engine.environment
 
 
-def test_long_prompts_are_whole_texts_end_to_end(engine, call):
-    code, _, err = call("--engine", "vllm", "--max-model-len", "5000", "--device", "cpu")
+def test_long_prompts_are_whole_texts_end_to_end(engine, call, tmp_path):
+    """Of a copy of the model whose rotary embedding is scaled, so that the length is vLLM's to judge."""
+    model = tmp_path / "long"
+    shutil.copytree(DATA / "bf16", model)
+    config = json.loads((model / "config.json").read_text())
+    scaled = config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    (model / "config.json").write_text(json.dumps(scaled))
+    code, _, err = call("--engine", "vllm", "--model", model, "--max-model-len", "5000", "--device", "cpu")
     assert code == 0, err
     prompt = engine.request.probes[-1].prompt
     assert len(prompt) == 5000 - served.ANSWER_TOKENS
@@ -284,7 +291,8 @@ def test_without_vllm_it_says_what_to_install(call):
 def test_a_report_says_where_a_start_ended(engine, call):
     engine.answer = replace(REFUSED, readings={"before": SERVED.readings["before"]})
     _, out, _ = call(*CALL, "--device", "cpu")
-    assert "before" in out and "started" not in out and "served" not in out
+    moments = [line.split()[0] for line in out.splitlines() if line.strip().endswith("1.00 MiB")]
+    assert moments == ["before"], out
 
 
 @pytest.mark.vllm
