@@ -21,6 +21,8 @@ from exl3eval.memory import commands as memory_commands
 from exl3eval.report import commands as report_commands
 from exl3eval.smoke import commands as smoke_commands
 
+EXIT_INTERRUPTED = 130
+
 app = typer.Typer(
     help="Did this EXL3 kernel or quantizer change the model, by how much, and can I ship it?",
     no_args_is_help=True,
@@ -52,9 +54,10 @@ def main() -> None:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+    except SystemExit as end:
+        if end.code == EXIT_INTERRUPTED:  # the command line library turns an interrupt into this
+            print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        raise
 
 
 def _print_json(value: Any) -> None:

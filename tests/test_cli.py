@@ -339,3 +339,15 @@ def test_no_folder_shadows_hub_kernels(tmp_path: Path) -> None:
     code = "import importlib.util as u; print(u.find_spec('kernels'), u.find_spec('exl3_kernels').origin)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.startswith("None ") or "site-packages" in done.stdout.split()[0]
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("exl3eval.doctor.examine_machine", lambda settings: interrupt())
+    monkeypatch.setattr(sys, "argv", ["exl3eval", "doctor"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 130
+    assert "the same command continues" in capsys.readouterr().err

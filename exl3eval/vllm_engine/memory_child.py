@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import resource
 import sys
 from pathlib import Path
@@ -103,8 +104,10 @@ def judge(error: Exception, *, cap: int | None, free: int | None) -> str:
         return HARD_CAP if cap is not None and (free is None or cap <= free) else PHYSICAL
     if "memory" in text.lower() and ("cache" in text.lower() or "utilization" in text.lower()):
         return ENGINE_BUDGET
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = next((line for line in lines if not re.match(r"\d+ validation error", line)), type(error).__name__)
     raise UsageError(
-        f"vLLM does not start: {text.strip().splitlines()[0][:300]}", hint="its log lies beside the request"
+        f"vLLM does not start: {telling[:300]}", hint="its log is vllm/<folder>/log.txt in the cache folder"
     ) from error
 
 
