@@ -5,14 +5,14 @@ stdout is data, stderr is talk. Exit codes: 0 ok, 1 FAIL, 2 usage or environment
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from exl3eval import __version__
+from exl3eval.console import print_json, print_tables
 from exl3eval.errors import EXIT_USAGE, Exl3EvalError
 from exl3eval.gate import commands as gate_commands
 from exl3eval.kernel_bench import commands as bench_commands
@@ -58,19 +58,6 @@ def main() -> None:
         if end.code == EXIT_INTERRUPTED:  # the command line library turns an interrupt into this
             print("interrupted; the same command continues where it stopped", file=sys.stderr)
         raise
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False))
-
-
-def _print(renderable: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    console.print(renderable, highlight=False)
 
 
 def _show_version(value: bool) -> None:
@@ -187,9 +174,9 @@ def kld(
         folder = folders[run.lane.name]
         receipts.append(write_run(folder, run) if folder is not None else build_receipt(run))
         if not as_json:
-            _print(receipt_tables(receipts[-1]))
+            print_tables(receipt_tables(receipts[-1]))
     if as_json:
-        _print_json(receipts[0] if len(receipts) == 1 else receipts)
+        print_json(receipts[0] if len(receipts) == 1 else receipts)
 
 
 @app.command()
@@ -207,9 +194,9 @@ def verify(
     with ThreadPoolExecutor(max_workers=load_settings().num_threads) as pool:
         found = {each: verify_place(each, executor=pool) for each in find_receipts(place)}
     if list(found) == [place]:
-        _print_json(found[place])
+        print_json(found[place])
     else:
-        _print_json({each.relative_to(place).as_posix(): result for each, result in found.items()})
+        print_json({each.relative_to(place).as_posix(): result for each, result in found.items()})
 
 
 @app.command()
@@ -231,12 +218,12 @@ def compare(
     runs = [StoredRun(receipt=receipt, arms=arms) for receipt, arms in (verify_run(left), verify_run(right))]
     differences, comparison = compare_runs(runs[0], runs[1], declared=declare or [])
     if as_json:
-        _print_json({"differences": [asdict(d) for d in differences], "comparison": asdict(comparison)})
+        print_json({"differences": [asdict(d) for d in differences], "comparison": asdict(comparison)})
         return
     if differences:
         rows = [(d.field, str(d.left), str(d.right)) for d in differences]
-        _print(rows_table(("declared difference", left.name, right.name), rows))
-    _print(paired_table(asdict(comparison)))
+        print_tables(rows_table(("declared difference", left.name, right.name), rows))
+    print_tables(paired_table(asdict(comparison)))
 
 
 @app.command()
@@ -248,9 +235,9 @@ def inspect(directory: Annotated[Path, typer.Argument(help="A model directory.")
 
     found = inventory(open_checkpoint(directory))
     if as_json:
-        _print_json(inventory_json(found))
+        print_json(inventory_json(found))
     else:
-        _print(inventory_report(found))
+        print_tables(inventory_report(found))
 
 
 @app.command()
@@ -261,10 +248,10 @@ def variants(as_json: Json = False) -> None:
 
     shipped = shipped_variants()
     if as_json:
-        _print_json([variant.identity for variant in shipped.values()])
+        print_json([variant.identity for variant in shipped.values()])
         return
     rows = [(v.name, v.activations, v.linear, v.embedding, v.doc) for v in shipped.values()]
-    _print(rows_table(("variant", "activations", "linear", "embedding", "what it changes"), rows))
+    print_tables(rows_table(("variant", "activations", "linear", "embedding", "what it changes"), rows))
 
 
 @app.command()
@@ -276,10 +263,10 @@ def doctor(as_json: Json = False) -> None:
 
     checks = examine_machine(load_settings())
     if as_json:
-        _print_json([{"name": c.name, "ok": c.ok, "required": c.required, "finding": c.finding} for c in checks])
+        print_json([{"name": c.name, "ok": c.ok, "required": c.required, "finding": c.finding} for c in checks])
     else:
         rows = [(c.name, "ok" if c.ok else "missing" if c.required else "-", c.finding) for c in checks]
-        _print(rows_table(("check", "", "finding"), rows))
+        print_tables(rows_table(("check", "", "finding"), rows))
     if any(check.required and not check.ok for check in checks):
         raise typer.Exit(EXIT_USAGE)
 
@@ -323,7 +310,7 @@ def quantize(
         num_threads=settings.num_threads,
         reporter=TerminalReporter(quiet=quiet),
     )
-    _print_json(summary)
+    print_json(summary)
 
 
 @contexts_app.command("list")
@@ -339,11 +326,11 @@ def list_contexts(
     loaded = load_suite(suite)
     rows = list_rows(loaded)
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     columns = ("id", "stratum", "language", "licence", "chars", "source")
     cells = [[str(row[column]) for column in columns] for row in rows]
-    _print(rows_table(columns, cells, title=f"{loaded.name}: {len(rows)} documents, digest {loaded.digest[:16]}"))
+    print_tables(rows_table(columns, cells, title=f"{loaded.name}: {len(rows)} documents, digest {loaded.digest[:16]}"))
 
 
 @contexts_app.command("verify")
@@ -355,7 +342,7 @@ def verify_contexts(
 
     from exl3eval.suite.load import verify_suite
 
-    _print_json(asdict(verify_suite(suite)))
+    print_json(asdict(verify_suite(suite)))
 
 
 @contexts_app.command("build")
@@ -373,4 +360,4 @@ def build_contexts(
 
     work_dir = work or load_settings().cache_dir / "sources"
     suite = build_suite(recipe, out, work_dir=work_dir, calibration_dir=calibration)
-    _print_json({"name": suite.name, "digest": suite.digest, "analysis": len(suite.contexts)})
+    print_json({"name": suite.name, "digest": suite.digest, "analysis": len(suite.contexts)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from exl3eval.console import print_json, print_tables
 from exl3eval.errors import UsageError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
@@ -266,11 +266,6 @@ def _threads() -> Iterator[Executor]:
 
 def _show(record: Any, tables: Any, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(record, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False))
-        return
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    console.print(tables, highlight=False)
+        print_json(record)
+    else:
+        print_tables(tables, width=160)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from exl3eval.console import print_json, print_tables
 from exl3eval.errors import EXIT_FAIL, UsageError
 
 
@@ -101,10 +102,10 @@ def memory(
     if out is not None:
         write_receipt(out, receipt)
     if as_json:
-        _print_json(receipt if differences is None else {**receipt, "differences": differences})
+        print_json(receipt if differences is None else {**receipt, "differences": differences})
     else:
         for part in report:
-            _print(part)
+            print_tables(part)
     if not fits:
         raise typer.Exit(EXIT_FAIL)
 
@@ -126,18 +127,3 @@ def _check_engine(engine: str, *, own: Mapping[str, Any], served: Mapping[str, A
     )
     for name in _given(foreign):
         raise UsageError(f"--{name.replace('_', '-')} is {whose}", hint=hint)
-
-
-def _print_json(value: Any) -> None:
-    import json
-
-    print(json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False))
-
-
-def _print(renderable: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    console.print(renderable, highlight=False)

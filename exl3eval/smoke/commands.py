@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from exl3eval.console import print_json, print_tables
 from exl3eval.errors import EXIT_OK, UsageError
 
 
@@ -80,9 +81,9 @@ def smoke(
     if out is not None:
         write_receipt(out, receipt)
     if as_json:
-        _print_json(receipt)
+        print_json(receipt)
     else:
-        _print(receipt_report(receipt))
+        print_tables(receipt_report(receipt))
     if EXIT_CODES[run.verdict.outcome] != EXIT_OK:
         raise typer.Exit(EXIT_CODES[run.verdict.outcome])
 
@@ -92,18 +93,3 @@ def _parse_depths(text: str) -> tuple[float, ...]:
         return tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError as error:
         raise UsageError(f"--depths is {text!r}", hint="give numbers from 0 to 1, such as 0,0.5,1") from error
-
-
-def _print_json(value: Any) -> None:
-    import json
-
-    print(json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False))
-
-
-def _print(renderable: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    console.print(renderable, highlight=False)
