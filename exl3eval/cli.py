@@ -141,7 +141,9 @@ def kld(
 
     settings = load_settings()
     kinds = lane or ["prefill"]
-    counts = parse_integers(rows, "--rows") if rows else decode_rows(model, (baseline, variant), device)
+    counts: list[int] = []
+    if "decode" in kinds:
+        counts = parse_integers(rows, "--rows") if rows else decode_rows(model, (baseline, variant), device)
     lanes = parse_lanes(kinds, rows=counts, chunks=chunks, decode_positions=decode_positions)
     folders = {each.name: out if out is None or len(lanes) == 1 else out / each.slug for each in lanes}
     for folder in folders.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from exl3eval.engine.device import resolve_device
 from exl3eval.engine.lanes import Lane, threshold_rows
 from exl3eval.engine.placement import dispatches_of
 from exl3eval.errors import UsageError
-from exl3eval.variant import Variant, load_variant, resolve_variant
+from exl3eval.variant import NO_QUANTIZING, Variant, load_variant, resolve_variant
 
 REFERENCE = "reference"
 PRECISIONS = ("float32", "bfloat16")
@@ -183,8 +183,8 @@ def check_lanes(request: KldRequest, variants: Iterable[Variant]) -> None:
         lane.first_scored(request.num_positions)
 
 
-def check_engine(request: KldRequest, variants: Iterable[Variant]) -> None:
-    """Check that the engine exists and can run what the variants declare.
+def check_engine(request: KldRequest, variants: Collection[Variant], device_type: str) -> None:
+    """Check that the engine exists and can run what the variants declare on a device.
 
     Raises
     ------
@@ -198,6 +198,15 @@ def check_engine(request: KldRequest, variants: Iterable[Variant]) -> None:
     ):
         if value not in known:
             raise UsageError(f"{option} is {value!r}", hint=f"use one of: {', '.join(known)}")
+    for variant in variants:
+        if variant.graphs != "off" and device_type != "cuda":
+            raise UsageError(
+                f"variant `{variant.name}` replays CUDA graphs, which need a GPU", hint="use --device cuda"
+            )
+        if variant.quantize != NO_QUANTIZING and request.engine == VLLM:
+            raise UsageError(
+                f"variant `{variant.name}` quantizes at load, which vLLM does not", hint="use --engine transformers"
+            )
     if request.engine == VLLM:
         if request.shared_head:
             raise UsageError(

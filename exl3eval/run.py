@@ -77,7 +77,7 @@ def run_kld(request: KldRequest, *, settings: Settings, reporter: Reporter) -> l
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     resolved = {name: resolve_variant(variant, device.type, gpu=gpu) for name, variant in variants.items()}
     check_lanes(request, variants.values())
-    check_engine(request, variants.values())
+    check_engine(request, variants.values(), device.type)
     model, reference = open_models(request)
     for variant in resolved.values():
         check_routes(model, variant.linear, device)

@@ -351,3 +351,10 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys:
         cli.main()
     assert end.value.code == 130
     assert "the same command continues" in capsys.readouterr().err
+
+
+def test_graphs_without_a_gpu_are_refused_before_any_arm_runs(run) -> None:
+    outcome = run(*_pair("--variant", "graph-decode", "--lane", "decode", "--rows", "2", "--decode-positions", "4"))
+    if not torch.cuda.is_available():
+        assert (outcome.code, "need a GPU" in outcome.err) == (EXIT_USAGE, True)
+        assert "run reference" not in outcome.err

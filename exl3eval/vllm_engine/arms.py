@@ -24,7 +24,6 @@ from exl3eval.engine.model import EmbeddingBytes
 from exl3eval.errors import InvalidRunError, UsageError
 from exl3eval.progress import Reporter
 from exl3eval.records import digest_value
-from exl3eval.variant import NO_QUANTIZING
 from exl3eval.vllm_engine.environment import child_environment, declared_environment
 from exl3eval.vllm_engine.plan import VllmArm
 from exl3eval.vllm_engine.process import Locked, run_process, write_ids
@@ -113,7 +112,6 @@ def run_vllm_arms(
     """
     for arm in arms:
         check_mode(arm.mode, session.device.type)
-        _check_variant(arm)
     yardstick = next((arm for arm in arms if arm.is_reference), None)
     hidden = reference_hidden if yardstick is None else hidden_folder(yardstick, session)
     if hidden is None:
@@ -137,14 +135,6 @@ def run_vllm_arms(
 
 def _at_once() -> None:
     """Let a process that is ready go on."""
-
-
-def _check_variant(arm: VllmArm) -> None:
-    if arm.spec.resolved.quantize != NO_QUANTIZING:
-        raise UsageError(
-            f"variant `{arm.spec.resolved.name}` quantizes at load, which vLLM does not",
-            hint="use this project's own engine",
-        )
 
 
 def _run_arm(

@@ -6,52 +6,7 @@ Arms of one engine are compared without it: that is why candidates and reference
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
-from exl3eval.engine.capture import Capture
-from exl3eval.engine.head import Head
 from exl3eval.errors import InvalidRunError
-from exl3eval.score.positions import Placed
-from exl3eval.score.scoring import ScoredArm, ScoredContext, score_arms
-
-CROSS_ENGINE = "cross_engine"
-
-
-def score_cross_engine(
-    transformers: Capture,
-    vllm: Capture,
-    *,
-    head: Head,
-    device: torch.device,
-    contexts: Sequence[ScoredContext],
-    num_threads: int,
-) -> list[Placed]:
-    """Measure KL(transformers reference || vLLM reference) position by position, both through one head in FP32.
-
-    Parameters
-    ----------
-    transformers, vllm : Capture
-        The reference's hidden states in either engine, of the same lane, precision and ids.
-    head : Head
-        The reference's.
-    device : device
-        Where to score.
-    contexts : sequence of ScoredContext
-        In the order wanted.
-    num_threads : int
-        Contexts scored at a time.
-    """
-    scores = score_arms(
-        ScoredArm(capture=transformers, head=head, device=device),
-        {CROSS_ENGINE: ScoredArm(capture=vllm, head=head, device=device)},
-        contexts,
-        reference_name="reference",
-        num_threads=num_threads,
-        on_context=lambda count: None,
-    )
-    return scores.placed
 
 
 def check_cross_engine(left: str, right: str, *, delta_nats: float, floor_nats: float | None) -> None:
