@@ -43,7 +43,7 @@ SIGNATURES = {
     "exl3_rotate": (pointer, integer, wide, pointer, pointer) + (integer,) * 4 + (pointer,),
     "exl3_gemm": (pointer,) * 3 + (integer,) * 9 + (pointer,),
     "exl3_fold": (pointer,) * 3 + (integer, pointer, integer, wide) + (integer,) * 6 + (pointer,),
-    "exl3_reconstruct": (pointer,) * 5 + (integer,) * 7 + (pointer,),
+    "exl3_reconstruct": (pointer,) * 5 + (integer,) * 8 + (pointer,),
     "exl3_unrotate": (pointer,) * 3 + (integer, pointer, integer, wide, integer, integer, pointer),
     "exl3_quantize": (pointer, integer, wide) + (pointer,) * 3 + (integer, integer, pointer),
     "exl3_encode": (pointer,) * 5 + (integer, integer, pointer),

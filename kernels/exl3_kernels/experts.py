@@ -28,7 +28,8 @@ from exl3_kernels.linear import Exl3Linear
 from exl3_kernels.routes import RowRange, count_launch, parse_dispatch
 from exl3_kernels.weight import Exl3Weight
 
-LOOP = "1-:experts-loop"
+LOOP_ROUTE = "experts-loop"
+LOOP = f"1-:{LOOP_ROUTE}"
 GROUPED = "1-16:grouped-decode,17-:grouped-prefill"
 
 
@@ -97,7 +98,7 @@ class Exl3Experts(nn.Module):
         reason = self._rejects_grouped(experts)
         if dispatch is None:
             dispatch = GROUPED if not reason and _follows_measured(experts) else LOOP
-        elif any(row_range.route != "experts-loop" for row_range in parse_experts_dispatch(dispatch)) and reason:
+        elif any(row_range.route != LOOP_ROUTE for row_range in parse_experts_dispatch(dispatch)) and reason:
             raise ValueError(f"dispatch {dispatch!r} cannot serve these experts: {reason}")
         self.dispatch = dispatch
         self._table: ExpertTable | None = None
@@ -134,9 +135,18 @@ class Exl3Experts(nn.Module):
             self._table = table
         return self._table
 
+    def count(self, route: str, tokens: int) -> None:
+        """Count one launch of a grouped route for every kind of projection in the layer."""
+        for weight in self.table().classes:
+            count_launch(route, tokens, weight)
+
     def extra_repr(self) -> str:
         """Describe the layer in `print(model)`."""
         return f"{len(self.gate)} experts, {self.dispatch}"
+
+    def reads_routing(self) -> bool:
+        """Return whether any token count is served by the loop, which no CUDA graph can hold."""
+        return any(row_range.route == LOOP_ROUTE for row_range in parse_experts_dispatch(self.dispatch))
 
     def _experts(self) -> Iterable[tuple[Any, Any, Any]]:
         return zip(self.gate, self.up, self.down, strict=True)
@@ -214,7 +224,7 @@ def _run_loop(
     layer: Exl3Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("experts-loop waits for the routing, which a graph capture does not allow")
+        raise RuntimeError(f"{LOOP_ROUTE} waits for the routing, which a graph capture does not allow")
     num_tokens, num_slots = top_k_index.shape
     slots_TSH = hidden_states.new_zeros(num_tokens, num_slots, hidden_states.shape[-1], dtype=torch.float32)
     for expert in torch.unique(top_k_index).tolist():
@@ -240,8 +250,7 @@ def _grouped(
         hidden = hidden_states.shape[-1]
         x_TH = nn.functional.pad(hidden_states, (0, table.weights[0][0].in_features - hidden))
         y_TH = serve(x_TH, top_k_index, top_k_weights, table)
-        for weight in table.classes:
-            count_launch(name, len(x_TH), weight)
+        layer.count(name, len(x_TH))
         return y_TH[:, :hidden].contiguous()
 
     return run
@@ -251,7 +260,7 @@ EXPERTS_ROUTES = {
     route.name: route
     for route in (
         ExpertsRoute(
-            name="experts-loop",
+            name=LOOP_ROUTE,
             doc="One expert after the other, each projection by its own dispatch; any device.",
             run=_run_loop,
         ),

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from exl3_kernels.cuda import load_library
+from exl3_kernels.decode import OVERLAP
 from exl3_kernels.operands import DTYPES, bias_operand, prepare_rows, require_primed
 from exl3_kernels.weight import BLOCK, CODEBOOKS, Exl3Weight
 
@@ -61,7 +62,7 @@ def prefill_reconstruct(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch
     y_Mn = torch.empty(x_Mk.shape[0], weight.out_features, dtype=out_dtype, device=x_Mk.device)
     with torch.cuda.device(x_Mk.device):
         rotated_Mk = _rotate(x_Mk, weight)
-        for columns, inner_nk in weight_slices(weight, "inner"):
+        for columns, inner_nk in weight_slices(weight, "inner", after_rotation=True):
             sums = torch.mm(rotated_Mk, inner_nk.t(), out_dtype=torch.float32)
             _finish(sums, weight, columns, y_Mn[:, columns])
     return y_Mn
@@ -80,7 +81,7 @@ def prefill_half(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype)
     with torch.cuda.device(x_Mk.device), _full_precision_reduction():
         if rotates_rows(weight):
             rotated_Mk = _rotate(x_Mk, weight)
-            for columns, weight_nk in weight_slices(weight, "outputs"):
+            for columns, weight_nk in weight_slices(weight, "outputs", after_rotation=True):
                 _multiply(rotated_Mk, weight_nk, weight.bias, columns, y_Mn)
         else:
             x_Mk = x_Mk.half()
@@ -156,7 +157,12 @@ def prefill_fp8(
 
 
 def weight_slices(
-    weight: Exl3Weight, kind: Kind, *, svh: torch.Tensor | None = None, norm: torch.Tensor | None = None
+    weight: Exl3Weight,
+    kind: Kind,
+    *,
+    svh: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    after_rotation: bool = False,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield (columns, transposed weight [columns, k]) through one workspace: each slice overwrites the one before.
 
@@ -171,6 +177,8 @@ def weight_slices(
         float16 [n], in place of the weight's own.
     norm : Tensor or None
         float32 [2], for `e4m3`.
+    after_rotation : bool
+        The launch before is the rotation of the rows: the first slice starts beside it and ends after it.
     """
     library, device = load_library(weight.trellis.device), weight.trellis.device
     k, n, dtype = weight.in_features, weight.out_features, torch.float8_e4m3fn if kind == "e4m3" else torch.float16
@@ -184,7 +192,8 @@ def weight_slices(
             library.call(
                 "exl3_reconstruct", weight.trellis.data_ptr(), weight.suh.data_ptr(), svh.data_ptr(),
                 None if norm is None else norm.data_ptr(), out_nk.data_ptr(), KINDS.index(kind), first, len(out_nk), k,
-                n, weight.bits, CODEBOOKS.index(weight.codebook), torch.cuda.current_stream().cuda_stream,
+                n, weight.bits, CODEBOOKS.index(weight.codebook), after_rotation and OVERLAP and first == 0,
+                torch.cuda.current_stream().cuda_stream,
             )  # fmt: skip
             yield columns, out_nk
 

@@ -101,7 +101,7 @@ class Exl3Config(QuantizationConfig):
         Raises
         ------
         ValueError
-            If only some parts of a fused layer are EXL3, or experts would be captured in a graph.
+            If only some parts of a fused layer are EXL3.
         """
         vllm_config = get_current_vllm_config()
         begin_model(vllm_config, self.variant)
@@ -144,9 +144,10 @@ class Exl3Config(QuantizationConfig):
         }
         if not stored:
             return None
-        if current_platform.is_cuda() and captured_rows(vllm_config):
-            raise ValueError(
-                f"{prefix}: EXL3 experts read the routing on the host, which no CUDA graph can replay: "
-                "start with --enforce-eager or cudagraph_mode NONE"
-            )
-        return Exl3ExpertsMethod(layer.moe_config, stored, prefix=prefix, variant=self.variant)
+        return Exl3ExpertsMethod(
+            layer.moe_config,
+            stored,
+            prefix=prefix,
+            variant=self.variant,
+            graph_rows=captured_rows(vllm_config) if current_platform.is_cuda() else (),
+        )

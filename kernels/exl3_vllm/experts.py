@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-from exl3_kernels.experts import Exl3Experts, Expert
-from exl3_vllm.ops import TalliedLinear
-from exl3_vllm.readback import note_linear
+from exl3_kernels.experts import Expert
+from exl3_vllm.ops import TalliedExperts, TalliedLinear
+from exl3_vllm.priming import prime_experts
+from exl3_vllm.readback import note_experts, note_linear
 from exl3_vllm.routing import resolve_dispatch
 from exl3_vllm.settings import ServedVariant
 from exl3_vllm.shards import Shard, window
@@ -28,7 +29,7 @@ SPECIAL = ("apply_router_weight_on_input", "swiglu_limit", "swiglu_alpha", "swig
 
 
 class Exl3ExpertsMethod(FusedMoEMethodBase):
-    """Experts one after another, each on its own tokens: the routing is read on the host, so no graph can hold them.
+    """Experts of one layer behind one op: grouped where the GPU's kernels can serve them, else one after another.
 
     Parameters
     ----------
@@ -40,6 +41,8 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         The layer's name.
     variant : ServedVariant
         Which routes serve.
+    graph_rows : sequence of int
+        Token counts that will be captured as graphs.
 
     Raises
     ------
@@ -54,11 +57,12 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         *,
         prefix: str,
         variant: ServedVariant,
+        graph_rows: Sequence[int],
     ) -> None:
         super().__init__(moe)
         if moe.has_bias or moe.moe_parallel_config.use_ep:
             raise ValueError(f"{prefix}: EXL3 experts have no biases and are not spread over ranks by expert")
-        self.stored, self.prefix, self.variant = stored, prefix, variant
+        self.stored, self.prefix, self.variant, self.graph_rows = stored, prefix, variant, graph_rows
 
     def create_weights(
         self,
@@ -85,6 +89,7 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
                 f"this layer has {layer.activation.value} {' '.join(special)}".rstrip()
             )
         self.activation = activation
+        _flatten_trellises(layer)
         rank, ranks = self.moe.tp_rank, self.moe.tp_size
         hidden, inner = hidden_size, intermediate_size_per_partition
         self.stores = {}
@@ -116,7 +121,8 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
             expert_id: int,
             return_success: bool = False,
         ) -> bool | None:
-            store.load(suffix, expert_id * len(projections) + projections.index(shard_id), loaded_weight)
+            index = expert_id * len(projections) + projections.index(shard_id)
+            store.load(suffix, index, loaded_weight.reshape(store.shards[index].stored.shape(suffix)))
             return True if return_success else None
 
         return load
@@ -127,7 +133,7 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         Raises
         ------
         ValueError
-            If something was not loaded, or a route rejects a linear.
+            If something was not loaded, a route rejects a linear, or the loop over experts would be captured.
         """
         linears: dict[str, list[TalliedLinear]] = {}
         described = []
@@ -148,8 +154,17 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
             store.release()
         gate, up = linears["w13_"][0::2], linears["w13_"][1::2]
         experts = [Expert(*triple) for triple in zip(gate, up, linears["w2_"], strict=True)]
-        layer.exl3 = Exl3Experts(experts, activation=self.activation)
+        layer.exl3 = TalliedExperts(experts, activation=self.activation)
         note_linear(self.prefix, described)
+        note_experts(self.prefix, layer.exl3)
+        if not self.graph_rows:
+            return
+        if layer.exl3.reads_routing():
+            raise ValueError(
+                f"{self.prefix}: these EXL3 experts are served one after another, by routing read on the host, which "
+                "no CUDA graph can replay: start with --enforce-eager or cudagraph_mode NONE"
+            )
+        prime_experts(layer.exl3, self.moe.in_dtype, self.moe.experts_per_token, self.graph_rows)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Return None: vLLM's own expert kernels are not used."""
@@ -164,4 +179,14 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Route [T, H] rows through their experts; shared experts are run by vLLM, before or after."""
-        return layer.exl3(x, topk_ids, topk_weights)
+        return layer.exl3(x, topk_ids.long(), topk_weights)
+
+
+def _flatten_trellises(layer: Any) -> None:
+    """Give vLLM's loader matrices: 0.26 takes any tensor of three dimensions for all experts of a layer at once."""
+    load = layer.load_weights
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+        return load((name, tensor.flatten(1) if tensor.dim() == 3 else tensor) for name, tensor in weights)
+
+    layer.load_weights = load_weights

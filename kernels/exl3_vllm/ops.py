@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from exl3_kernels.experts import Exl3Experts
 from exl3_kernels.gather import gather_int8
 from exl3_kernels.linear import Exl3Linear, exl3_linear
 from exl3_kernels.routes import Launch, bucket_rows, select_route
@@ -109,13 +110,27 @@ def fused_linear(x: torch.Tensor, parts: list[Exl3Linear], *, with_bias: bool, o
 
 
 class TalliedLinear(Exl3Linear):
-    """An EXL3 linear that is called as a module, inside an op that is opaque already (vLLM's routed experts)."""
+    """An EXL3 linear that is called as a module: by the loop over routed experts."""
 
     def forward_padded(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the linear and keep the padded output columns: [..., k'] -> [..., n]."""
         y = super().forward_padded(x)
         _count_linear(x, self.trellis, self.codebook, self.dispatch)
         return y
+
+
+class TalliedExperts(Exl3Experts):
+    """Routed experts whose grouped launches are counted as the plugin counts."""
+
+    def count(self, route: str, tokens: int) -> None:
+        """Count one launch of a grouped route for every kind of projection in the layer."""
+        super().count(route, tokens)
+        for weight in self.table().classes:
+            TALLY.add(
+                Launch(
+                    route, bucket_rows(tokens), weight.in_features, weight.out_features, weight.bits, weight.codebook
+                )
+            )
 
 
 @torch.library.custom_op("exl3_vllm::embedding", mutates_args=())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from exl3_kernels.experts import Exl3Experts
 from exl3_kernels.linear import Exl3Linear
 from exl3_vllm.ops import embedding_int8, fused_linear
 from exl3_vllm.readback import note_primed
@@ -37,6 +38,21 @@ def prime_linear(
             fused_linear(x, [part], with_bias=part.bias is not None, out_dtype=out_dtype)
         _primed.add(kind)
     note_primed(rows)
+
+
+@torch.inference_mode()
+def prime_experts(experts: Exl3Experts, x_dtype: torch.dtype, num_slots: int, graph_rows: Sequence[int]) -> None:
+    """Serve every token count that will be captured once, which also makes and checks the layer's table."""
+    gate = experts.gate[0]
+    assert isinstance(gate, Exl3Linear)
+    device = gate.trellis.device
+    for count in graph_rows:
+        experts(
+            torch.zeros(count, gate.in_features, dtype=x_dtype, device=device),
+            torch.zeros(count, num_slots, dtype=torch.int64, device=device),
+            torch.ones(count, num_slots, device=device),
+        )
+    note_primed(graph_rows)
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from exl3_kernels.experts import Exl3Experts
 from exl3_kernels.linear import Exl3Linear
 from exl3_kernels.routes import Launch, read_launches, reset_launches
 from exl3_vllm.settings import ServedVariant, load_variant
@@ -25,6 +26,7 @@ class _Built:
     """What the last model of this process was built from, by layer name."""
 
     linears: dict[str, list[str]] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=dict)
     embeddings: dict[str, dict[str, int]] = field(default_factory=dict)
     dispatches: set[str] = field(default_factory=set)
     primed_rows: tuple[int, ...] = ()
@@ -36,6 +38,7 @@ _built = _Built()
 def forget_built() -> None:
     """Start the account of a new model."""
     _built.linears.clear()
+    _built.experts.clear()
     _built.dispatches.clear()
     _built.primed_rows = ()
 
@@ -52,6 +55,11 @@ def note_linear(layer: str, parts: Iterable[tuple[str, Exl3Linear]]) -> None:
         described.append(f"{key} {part.extra_repr()}")
         _built.dispatches.add(part.dispatch)
     _built.linears[layer] = described
+
+
+def note_experts(layer: str, experts: Exl3Experts) -> None:
+    """Note how a layer of routed experts is served."""
+    _built.experts[layer] = experts.dispatch
 
 
 def note_embedding(layer: str, *, rows: int, stored_bytes: int, run_bytes: int) -> None:
@@ -71,13 +79,15 @@ def effective_config() -> dict[str, Any]:
     -------
     dict
         `variant` (as requested), `dispatches` (as resolved, sorted), `linears` (vLLM's layer to its stored parts),
-        `embeddings` (layer to rows and bytes; empty without the overlay), `primed_rows`, `tally` (whether counting on
-        the device is on) and `code_sha256` of this plugin and the kernels.
+        `experts` (layer of routed experts to its dispatch), `embeddings` (layer to rows and bytes; empty without the
+        overlay), `primed_rows`, `tally` (whether counting on the device is on) and `code_sha256` of this plugin and
+        the kernels.
     """
     return {
         "variant": load_variant().as_json(),
         "dispatches": sorted(_built.dispatches),
         "linears": {layer: list(parts) for layer, parts in sorted(_built.linears.items())},
+        "experts": dict(sorted(_built.experts.items())),
         "embeddings": dict(sorted(_built.embeddings.items())),
         "primed_rows": list(_built.primed_rows),
         "tally": TALLY.started,

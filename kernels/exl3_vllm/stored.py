@@ -45,6 +45,15 @@ class StoredLinear:
         """The usual multiplier of the codebook."""
         return MULTIPLIERS[self.codebook]
 
+    def shape(self, suffix: str) -> tuple[int, ...]:
+        """Return the stored shape of one of its tensors."""
+        shapes = {
+            "trellis": (self.in_features // TILE, self.out_features // TILE, TILE * self.bits),
+            "suh": (self.in_features,),
+            "svh": (self.out_features,),
+        }
+        return shapes.get(suffix, ())
+
 
 def find_linears(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredLinear]:
     """Find the EXL3 linears of a checkpoint.

@@ -12,16 +12,19 @@ from torch import nn  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.model_executor import custom_op  # noqa: E402
 from vllm.model_executor.layers import quantization  # noqa: E402
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase  # noqa: E402
 from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
 
 import exl3_vllm  # noqa: E402
 from exl3_vllm import config as plugin  # noqa: E402
 from exl3_vllm import embedding  # noqa: E402
+from exl3_vllm.experts import Exl3ExpertsMethod  # noqa: E402
 from exl3_vllm.linear import Exl3LinearMethod  # noqa: E402
 from exl3_vllm.priming import captured_rows  # noqa: E402
 from exl3_vllm.readback import begin_model  # noqa: E402
 from exl3_vllm.settings import VARIABLE, ServedVariant  # noqa: E402
 from exl3_vllm.stored import StoredLinear  # noqa: E402
+from exl3eval.kernel_check.samples import make_weight  # noqa: E402
 
 GRAPHS = SimpleNamespace(
     compilation_config=SimpleNamespace(
@@ -128,17 +131,42 @@ def test_names_follow_the_models_renames_with_fused_parts_apart(exl3_config):
     assert set(exl3_config.linears) == {"model.l.0.up_proj", "language_model.model.l.0.up_proj"}
 
 
-def test_experts_are_refused_under_cuda_graphs(exl3_config, monkeypatch):
-    exl3_config.linears = {f"m.experts.0.{name}": stored(name) for name in ("gate_proj", "up_proj", "down_proj")}
-    layer = SimpleNamespace(
-        ckpt_gate_proj_name="gate_proj",
-        ckpt_up_proj_name="up_proj",
-        ckpt_down_proj_name="down_proj",
-        global_num_experts=1,
+class Layer(nn.Module):
+    def load_weights(self, weights):
+        return [tuple(tensor.shape) for _, tensor in weights]
+
+
+@pytest.mark.parametrize("graph_rows", [(), (1, 2, 4)])
+def test_experts_that_are_served_one_by_one_are_refused_under_cuda_graphs(monkeypatch, graph_rows):
+    monkeypatch.setattr(FusedMoEMethodBase, "__init__", lambda self, moe: setattr(self, "moe", moe))
+    parallel = SimpleNamespace(use_ep=False)
+    moe = SimpleNamespace(has_bias=False, moe_parallel_config=parallel, tp_rank=0, tp_size=1)
+    linears = {(0, projection): stored(f"m.experts.0.{projection}") for projection in ("w1", "w2", "w3")}
+    method = Exl3ExpertsMethod(
+        moe, linears, prefix="m.experts", variant=ServedVariant(linear="1-:reference"), graph_rows=graph_rows
     )
-    monkeypatch.setattr(plugin, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    with pytest.raises(ValueError, match="no CUDA graph can replay"):
-        exl3_config._experts_method(layer, "m.experts.routed_experts", GRAPHS)
+    layer = Layer()
+    layer.activation = SimpleNamespace(value="silu")
+    method.create_weights(layer, 1, 128, 128, torch.float32)
+    weight = make_weight(128, 128, 4, "mcg", device=torch.device("cpu"))
+    assert layer.load_weights([("trellis", weight.trellis), ("suh", weight.suh)]) == [(8, 8 * 64), (128,)]
+    for store in method.stores.values():
+        for index in range(len(store.shards)):
+            for suffix in store.suffixes:
+                tensor = torch.tensor(weight.multiplier) if suffix == "mcg" else getattr(weight, suffix)
+                load = store.parameter(suffix).weight_loader
+                expert, projection = 0, store.shards[index].stored.key.rpartition(".")[2]
+                flat = tensor.flatten(1) if tensor.dim() == 3 else tensor
+                load(store.parameter(suffix), flat, f"m.experts.0.{suffix}", projection, expert)
+    if graph_rows:
+        with pytest.raises(ValueError, match=r"m\.experts: these EXL3 experts are served one after another"):
+            method.process_weights_after_loading(layer)
+        return
+    method.process_weights_after_loading(layer)
+    x, ids = torch.randn(3, 128), torch.zeros(3, 1, dtype=torch.int32)
+    y = method.apply(layer, x, torch.ones(3, 1), ids)
+    assert torch.equal(y, layer.exl3(x, ids.long(), torch.ones(3, 1)))
+    assert exl3_vllm.effective_config()["experts"]["m.experts"] == "1-:experts-loop"
 
 
 def test_rows_to_prime_are_those_that_will_be_captured():

@@ -62,10 +62,18 @@ struct Panel {
         return min(plan.first_unit(segment + 1) - block * plan.units_per_block, plan.units_per_block);
     }
 
-    EXL3_INLINE Panel(const Plan& plan, const Stored& from, int b, int split, int splits) : stored(from), block(b) {
+    EXL3_INLINE Panel(const ExpertsArgs& args, const Stored& from, int b, int split, int splits) : stored(from), block(b) {
+        const Plan& plan = args.plan;
         active = block < plan.blocks;
         segment = segments = depth = end = 0;
         if (!active) return;
+        if (args.unit_segments) {
+            depth = plan.units_per_block * split / splits;
+            end = plan.units_per_block * (split + 1) / splits;
+            segment = block * plan.units_per_block + depth;
+            segments = end - depth;
+            return;
+        }
         const int all = count_segments(plan, block), skipped = all * split / splits;
         segment = first_segment(plan, block) + skipped;
         segments = all * (split + 1) / splits - skipped;
@@ -81,7 +89,7 @@ struct Chain {
     int segment, ends;
     float4* partial;
 
-    EXL3_INLINE void end_segment(const Plan& plan, int block) {
+    EXL3_INLINE void end_segment(const ExpertsArgs& args, int block) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
@@ -97,7 +105,8 @@ struct Chain {
                 for (int i = 0; i < 4; ++i) s[i] = 0.0f;
             }
         if (partial != nullptr) partial += kSegmentBytes / sizeof(float4);
-        ends = Panel::end_of(plan, block, ++segment);
+        ++segment;
+        ends = args.unit_segments ? ends + 1 : Panel::end_of(args.plan, block, segment);
     }
 };
 
@@ -173,7 +182,7 @@ EXL3_INLINE void multiply(const ExpertsArgs& args, int block, int first, int las
             }
             rows_at += kUnitBytes / kSteps;
         }
-        if (half + 1 == 2 * chain.ends) chain.end_segment(args.plan, block);
+        if (half + 1 == 2 * chain.ends) chain.end_segment(args, block);
     }
 }
 
@@ -279,7 +288,7 @@ EXL3_INLINE void add_splits(const ExpertsArgs& args, const Panel& panel, const S
     for (int split = 1; split < splits; ++split) {
         const float4* theirs = cg::this_cluster().map_shared_rank(partial, split);
         theirs += warp * kTiles * kRowGroups * 32 + lane;
-        const int segments = Panel(args.plan, stored, panel.block, split, splits).segments;
+        const int segments = Panel(args, stored, panel.block, split, splits).segments;
         for (int segment = 0; segment < segments; ++segment, theirs += kSegmentBytes / sizeof(float4))
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile)
@@ -312,8 +321,8 @@ __global__ void __launch_bounds__(kThreads, kResident) experts_kernel(const __gr
     const Stored* stored = args.table + static_cast<int64_t>(item.expert) * kProjections;
     const int second = warp / kPanelWarps;
     const Stored& mine = stored[args.down ? kDown : second];
-    const Panel panel(args.plan, mine, args.down ? 2 * blockIdx.y + second : blockIdx.y, split, splits);
-    const Panel other(args.plan, mine, args.down ? 2 * blockIdx.y + 1 - second : blockIdx.y, split, splits);
+    const Panel panel(args, mine, args.down ? 2 * blockIdx.y + second : blockIdx.y, split, splits);
+    const Panel other(args, mine, args.down ? 2 * blockIdx.y + 1 - second : blockIdx.y, split, splits);
     const int from = other.active && (!panel.active || other.depth < panel.depth) ? other.depth : panel.depth;
     const int to = max(panel.end, other.end);
 
@@ -325,7 +334,9 @@ __global__ void __launch_bounds__(kThreads, kResident) experts_kernel(const __gr
     float4* partial = reinterpret_cast<float4*>(buffer + kRowBytes + kWarps * ring_bytes);
     Chain chain;
     chain.segment = panel.segment;
-    chain.ends = panel.active ? Panel::end_of(args.plan, panel.block, panel.segment) : 0;
+    chain.ends = args.unit_segments ? panel.depth + 1
+                 : panel.active     ? Panel::end_of(args.plan, panel.block, panel.segment)
+                                    : 0;
     chain.partial = split ? partial + warp * kTiles * kRowGroups * 32 + lane : nullptr;
 
     const Stager stager{args, item, members, stored, buffer};

@@ -38,6 +38,7 @@ struct ExpertsArgs {
     int width;             // columns from here on are padding of the inner activations and become 0
     bool down;
     Plan plan;             // of one expert's projection, as in a launch of its own
+    bool unit_segments;    // every unit is a segment: no division to find where one ends
     Opaque opaque;
 };
 

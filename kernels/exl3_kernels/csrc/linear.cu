@@ -29,10 +29,15 @@ __global__ void rotate_kernel(const In* x, int64_t row_stride, const __half* suh
         if (row >= last_row) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[r][i] = __half2float(__float2half_rn(v[r][i] * scale[i]));
-        hadamard(v[r]);
         if (row_groups == 0) {
-            store_four(reinterpret_cast<__half*>(rotated) + static_cast<int64_t>(row) * k + column, v[r]);
-        } else if (wide) {
+            hadamard_across(v[r]);
+            __half* to = reinterpret_cast<__half*>(rotated) + static_cast<int64_t>(row) * k + block * kBlock + lane;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) round_to(to[across(i)], v[r][i]);
+            continue;
+        }
+        hadamard(v[r]);
+        if (wide) {
             const int64_t line = (static_cast<int64_t>(block) * 2 + lane / 16) * 8 * row_groups + row;
             const int byte = lane % 16 * 8 ^ row % 8 * 16;
             store_four(reinterpret_cast<__half*>(rotated) + line * 64 + byte / 2, v[r]);

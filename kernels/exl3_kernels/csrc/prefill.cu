@@ -14,14 +14,30 @@ __global__ void unrotate_kernel(const float* sums, const __half* svh, const Bias
                                 int rows, int columns) {
     const int warp = (blockIdx.x * kRowThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
     const int blocks = columns / kBlock;
-    const int first_row = warp / blocks * kRows, column = warp % blocks * kBlock + lane * 4;
-    float v[kRows][4];
+    const int first_row = warp / blocks * kRows, first_column = warp % blocks * kBlock;
+    float v[kRows][4], scale[4], added[4] = {};
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-        if (first_row + r < rows) load_four(sums + static_cast<int64_t>(first_row + r) * columns + column, v[r]);
+        if (first_row + r < rows)
+            load_four(sums + static_cast<int64_t>(first_row + r) * columns + first_column + lane * 4, v[r]);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
-        if (first_row + r < rows) finish(v[r], svh, bias, y + (first_row + r) * row_stride + column, column);
+    for (int i = 0; i < 4; ++i) {
+        const int column = first_column + lane + across(i);
+        scale[i] = __half2float(svh[column]);
+        if (bias != nullptr) added[i] = to_float(bias[column]);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        if (first_row + r >= rows) return;
+        hadamard_across(v[r]);
+        Out* to = y + (first_row + r) * row_stride + first_column + lane;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            v[r][i] *= scale[i];
+            if (bias != nullptr) v[r][i] += added[i];
+            round_to(to[across(i)], v[r][i]);
+        }
+    }
 }
 
 // One thread block per row: scale = largest magnitude / 448 (or the given one), values = RN(x / scale) in E4M3.
@@ -65,7 +81,7 @@ extern "C" {
 
 // Writes columns first_column .. first_column + columns - 1 of a [k, n] weight as `kind` (see Kind), [columns, k].
 int exl3_reconstruct(const void* trellis, const void* suh, const void* svh, const void* norm, void* out, int kind,
-                     int first_column, int columns, int k, int n, int bits, int codebook, void* stream) {
+                     int first_column, int columns, int k, int n, int bits, int codebook, int overlap, void* stream) {
     ReconstructArgs args;
     args.trellis = static_cast<const uint8_t*>(trellis);
     args.suh = static_cast<const __half*>(suh);
@@ -75,6 +91,7 @@ int exl3_reconstruct(const void* trellis, const void* suh, const void* svh, cons
     args.first_block = first_column / kBlock;
     args.blocks = n / kBlock;
     args.k = k;
+    args.overlap = overlap != 0;
     switch (bits) {
 #define EXL3_CASE(K) \
     case K: return launch_reconstruct<K>(args, kind, codebook, columns / kBlock, static_cast<cudaStream_t>(stream));

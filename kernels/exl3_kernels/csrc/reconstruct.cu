@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(kThreads, 4) inner_kernel(const __grid_constan
     }
     __syncthreads();
     staged.store<kSteps>(args, blockIdx.x * kBlock, blockIdx.y * kBlock);
+    if (args.overlap) wait_for_rotation();
 }
 
 // One side transformed, of half a block: 64 inputs and 128 outputs, or the reverse.
@@ -187,6 +188,7 @@ __global__ void __launch_bounds__(32 * kSideWarps, side_blocks(kKind))
     __syncthreads();
     staged.template store<kSideWarps>(args, blockIdx.x * (kAlongInputs ? kBlock : kBlock / 2),
                                       blockIdx.y * (kAlongInputs ? kBlock / 2 : kBlock));
+    if (args.overlap) wait_for_rotation();
 }
 
 template <int kCodebook, int kKind>
@@ -292,7 +294,7 @@ template <typename Kernel>
 cudaError_t launch_blocks(Kernel kernel, const ReconstructArgs& args, dim3 grid, int warps, int shared,
                           cudaStream_t stream) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    return error != cudaSuccess ? error : launch(kernel, grid, 32 * warps, shared, false, stream, args);
+    return error != cudaSuccess ? error : launch(kernel, grid, 32 * warps, shared, args.overlap, stream, args);
 }
 
 template <int kCodebook>

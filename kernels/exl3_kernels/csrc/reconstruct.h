@@ -22,6 +22,7 @@ struct ReconstructArgs {
     int first_block;  // of the slice, in blocks of 128 columns
     int blocks;       // of the matrix
     int k;
+    bool overlap;  // kInner, kOutputs: start beside the rotation of the rows and end after it (sm_90 and later)
     Opaque opaque;
 };
 

@@ -146,6 +146,7 @@ int exl3_experts(const void* table, const void* ids, const void* order, const vo
     args.most_bits = most_bits;
     args.down = down != 0;
     args.plan = Plan{n / kBlock, k / kBlock, teams, 1};
+    args.unit_segments = args.plan.units() == args.plan.teams;
     const auto on = static_cast<cudaStream_t>(stream);
     switch (row_groups) {
         case 1: return launch_experts<1>(args, args.down, on);

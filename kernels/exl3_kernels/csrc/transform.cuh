@@ -60,6 +60,37 @@ EXL3_INLINE void hadamard(float (&v)[4]) {
     for (int i = 0; i < 4; ++i) v[i] *= kNorm;
 }
 
+// The same transform, the same sums, with half of the shuffles: registers and lanes trade places between the stages, and
+// v[i] ends as element lane + across(i).
+EXL3_INLINE constexpr int across(int i) { return i / 2 * 32 + i % 2 * 64; }
+
+EXL3_INLINE void hadamard_across(float (&v)[4]) {
+    const int lane = threadIdx.x % 32;
+    const auto add_subtract = [&](int a, int b) {
+        const float sum = v[a] + v[b];
+        v[b] = v[a] - v[b];
+        v[a] = sum;
+    };
+    const auto trade = [&](int a, int b, int distance) {
+        const bool upper = lane & distance;
+        const float got = __shfl_xor_sync(0xFFFFFFFFu, upper ? v[a] : v[b], distance);
+        if (upper) {
+            v[a] = got;
+        } else {
+            v[b] = got;
+        }
+    };
+#pragma unroll
+    for (int distance = 1; distance <= 16; distance *= 4) {
+        add_subtract(0, 1), add_subtract(2, 3), add_subtract(0, 2), add_subtract(1, 3);
+        trade(0, 1, distance), trade(2, 3, distance);
+        if (distance < 16) trade(0, 2, 2 * distance), trade(1, 3, 2 * distance);
+    }
+    add_subtract(0, 1), add_subtract(2, 3);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] *= kNorm;
+}
+
 // The end of every route that works in the rotated basis: transform, svh and bias in fp32, one rounding.
 template <typename Out, typename Bias>
 EXL3_INLINE void finish(float (&v)[4], const __half* svh, const Bias* bias, Out* y, int column) {

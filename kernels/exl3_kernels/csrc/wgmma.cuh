@@ -20,9 +20,6 @@ EXL3_INLINE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Makes what this thread's ordinary copies wrote to shared memory visible to wgmma.
-EXL3_INLINE void publish_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Of a warpgroup whose thread blocks are alone on their multiprocessor: registers per thread from here on.
 template <int kRegisters>
 EXL3_INLINE void take_registers() {
