@@ -19,6 +19,21 @@ PREFILL = ("--lane", "prefill", "--lane", "chunked", "--chunks", "256", "--posit
 DECODE = ("--lane", "decode", "--rows", "1,2,4,8,16,127,128,129", "--positions", "96", "--decode-positions", "16")
 CASES = (
     *(
+        (variant, "decode", DECODE)
+        for variant in (
+            "base",
+            "int8-embed",
+            "bf16-logits",
+            "broken-window",
+            "head-bf16",
+            "online-k6",
+            "shared-decode",
+            "graph-decode",
+            "int8-embed+graph-decode",
+        )
+    ),
+    ("decode-gemm", "decode", (*DECODE[:3], "1,2,4,8,16", *DECODE[4:])),
+    *(
         (variant, "prefill", PREFILL)
         for variant in (
             "base",
@@ -35,21 +50,6 @@ CASES = (
             "fp8-prefill",
         )
     ),
-    *(
-        (variant, "decode", DECODE)
-        for variant in (
-            "base",
-            "int8-embed",
-            "bf16-logits",
-            "broken-window",
-            "head-bf16",
-            "online-k6",
-            "shared-decode",
-            "graph-decode",
-            "int8-embed+graph-decode",
-        )
-    ),
-    ("decode-gemm", "decode", (*DECODE[:3], "1,2,4,8,16", *DECODE[4:])),
 )
 
 
