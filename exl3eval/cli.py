@@ -103,8 +103,12 @@ def kld(
             "threshold at which the variants change routes."
         ),
     ] = None,
-    chunks: Annotated[str, typer.Option(help="Chunked lanes: tokens per forward, such as 64,256.")] = "128",
-    decode_positions: Annotated[int, typer.Option(help="Decode lanes: positions scored after the prefix.")] = 64,
+    chunks: Annotated[
+        str | None, typer.Option(help="Chunked lanes: tokens per forward, such as 64,256; default: 128.")
+    ] = None,
+    decode_positions: Annotated[
+        int | None, typer.Option(help="Decode lanes: positions scored after the prefix; default: 64.")
+    ] = None,
     shared_head: Annotated[
         bool, typer.Option("--shared-head", help="Score both arms through the reference's head as well.")
     ] = False,
@@ -141,9 +145,9 @@ def kld(
 
     settings = load_settings()
     kinds = lane or ["prefill"]
-    counts: list[int] = []
-    if "decode" in kinds:
-        counts = parse_integers(rows, "--rows") if rows else decode_rows(model, (baseline, variant), device)
+    counts = parse_integers(rows, "--rows") if rows is not None else None
+    if counts is None and "decode" in kinds:
+        counts = decode_rows(model, (baseline, variant), device)
     lanes = parse_lanes(kinds, rows=counts, chunks=chunks, decode_positions=decode_positions)
     folders = {each.name: out if out is None or len(lanes) == 1 else out / each.slug for each in lanes}
     for folder in folders.values():

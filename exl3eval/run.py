@@ -23,6 +23,7 @@ from exl3eval.request import (
     PREFILL,
     REFERENCE,
     TRANSFORMERS,
+    VLLM,
     KldRequest,
     candidate_lanes,
     candidate_names,
@@ -40,7 +41,7 @@ from exl3eval.suite.load import load_suite
 from exl3eval.suite.tokens import tokenize_suite
 from exl3eval.transformers_run import run_arms
 from exl3eval.variant import NO_QUANTIZING, load_variant, resolve_variant
-from exl3eval.vllm_engine.run import run_vllm
+from exl3eval.vllm_engine.run import find_interpreters, run_vllm
 
 
 def run_kld(request: KldRequest, *, settings: Settings, reporter: Reporter) -> list[KldRun]:
@@ -93,6 +94,7 @@ def run_kld(request: KldRequest, *, settings: Settings, reporter: Reporter) -> l
         seed=request.seed,
         cache_dir=settings.cache_dir,
     )
+    interpreters = find_interpreters(variants.values(), settings.vllm_python) if request.engine == VLLM else None
     model_sha = _digest_checkpoint(model, "model", reporter)
     reference_sha = _digest_checkpoint(reference, "reference", reporter)
     under_test = list(dict.fromkeys(lane for v in variants.values() for lane in candidate_lanes(request.lanes, v)))
@@ -151,7 +153,7 @@ def run_kld(request: KldRequest, *, settings: Settings, reporter: Reporter) -> l
         machine=device_identity(device),
         reporter=reporter,
     )
-    return run_arms(session, specs) if request.engine == TRANSFORMERS else run_vllm(session, specs)
+    return run_arms(session, specs) if interpreters is None else run_vllm(session, specs, interpreters)
 
 
 def _digest_checkpoint(checkpoint: Checkpoint, label: str, reporter: Reporter) -> str:

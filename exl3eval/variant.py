@@ -201,6 +201,8 @@ def _compose(parts: list[Variant]) -> Variant:
     """Apply what each part changes of `base`; lists are joined."""
     base = load_variant("base")
     changes: dict[str, Any] = {}
+    if len({part.name for part in parts}) != len(parts):
+        raise UsageError(f"{'+'.join(part.name for part in parts)} names a variant twice", hint="name each part once")
     for part in parts:
         for field_name in differing_fields(base, part):
             value = getattr(part, field_name)

@@ -76,6 +76,8 @@ def test_composition_joins_what_parts_change() -> None:
         load_variant("fp16-staged+broken-window")
     with pytest.raises(UsageError, match="unknown variant 'nonsense'"):
         load_variant("int8-embed+nonsense")
+    with pytest.raises(UsageError, match=r"int8-embed\+int8-embed names a variant twice"):
+        load_variant("int8-embed+int8-embed")
 
 
 def test_names_are_suggested_and_files_are_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ Shapes: B contexts of a batch, T input ids, S scored positions (the last S of T)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from exl3eval.engine.graphs import DecodeGraph, cache_argument, static_cache
 from exl3eval.errors import UsageError
 
 KINDS = ("prefill", "chunked", "decode")
+CHUNKS, DECODE_POSITIONS = "128", 64  # where a lane's option is not given
 USUAL_ROWS = (1, 2, 4, 8, 16)
 MOST_ROWS = 256
 
@@ -104,24 +105,45 @@ class Lane:
         return first
 
 
-def parse_lanes(kinds: list[str], *, rows: Iterable[int], chunks: str, decode_positions: int) -> list[Lane]:
+def parse_lanes(
+    kinds: list[str], *, rows: Sequence[int] | None, chunks: str | None, decode_positions: int | None
+) -> list[Lane]:
     """Turn command line words into lanes: every chunk size and every row count is a lane of its own.
+
+    Parameters
+    ----------
+    kinds : list of str
+        `prefill`, `chunked`, `decode`.
+    rows : sequence of int or None
+        Contexts of a decode step; given if and only if there are decode lanes.
+    chunks : str or None
+        Tokens per forward of chunked lanes; None for the default.
+    decode_positions : int or None
+        Positions that decode lanes score; None for the default.
 
     Raises
     ------
     UsageError
-        On unknown kinds, repeated lanes, or lists that are not positive integers.
+        On unknown kinds, repeated lanes, lists that are not positive integers, or an option of a lane not asked for.
     """
     lanes: list[Lane] = []
     for kind in kinds:
         if kind == "chunked":
-            lanes += [Lane(kind=kind, rows=size) for size in parse_integers(chunks, "--chunks")]
+            lanes += [Lane(kind=kind, rows=size) for size in parse_integers(chunks or CHUNKS, "--chunks")]
         elif kind == "decode":
-            lanes += [Lane(kind=kind, rows=m, scored=decode_positions) for m in rows]
+            scored = DECODE_POSITIONS if decode_positions is None else decode_positions
+            lanes += [Lane(kind=kind, rows=count, scored=scored) for count in rows or ()]
         else:
             lanes.append(Lane(kind=kind))
     if len({lane.name for lane in lanes}) != len(lanes):
         raise UsageError("a lane is asked for twice", hint="name each lane once")
+    for option, given, kind in (
+        ("--rows", rows, "decode"),
+        ("--decode-positions", decode_positions, "decode"),
+        ("--chunks", chunks, "chunked"),
+    ):
+        if given is not None and kind not in kinds:
+            raise UsageError(f"{option} is for {kind} lanes, and none is asked for", hint=f"add --lane {kind}")
     return lanes
 
 

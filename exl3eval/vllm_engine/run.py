@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from exl3eval.arm import ArmRecord, ArmSpec
 from exl3eval.engine.lanes import Lane
@@ -12,16 +13,45 @@ from exl3eval.request import PREFILL, REFERENCE, TRANSFORMERS, lane_control_name
 from exl3eval.score.positions import Placed
 from exl3eval.session import KldRun, Session
 from exl3eval.transformers_run import run_one_arm
+from exl3eval.variant import Variant
 from exl3eval.vllm_engine.arms import LaneOutcome, run_vllm_arms
 from exl3eval.vllm_engine.collect import collect_candidates, collect_replay_floor, collect_scores
-from exl3eval.vllm_engine.environment import find_interpreter
+from exl3eval.vllm_engine.environment import Interpreter, find_interpreter
 from exl3eval.vllm_engine.plan import CROSS_ENGINE_ARM, plan_arms
 from exl3eval.vllm_engine.session import VllmSession
 
 Outcomes = Mapping[tuple[str, str], LaneOutcome]
 
 
-def run_vllm(session: Session, specs: list[ArmSpec]) -> list[KldRun]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreters:
+    """Where arms run: `usual`, or what a variant's stack names (by variant name)."""
+
+    usual: Interpreter
+    named: Mapping[str, Interpreter]
+
+
+def find_interpreters(variants: Collection[Variant], python: Path | None) -> Interpreters:
+    """Examine every interpreter that a run needs, before any work.
+
+    Raises
+    ------
+    UsageError
+        If one cannot be had, or lacks vLLM, a package named, or this project.
+    """
+    stacks = {variant.name: variant.vllm for variant in variants if variant.vllm is not None}
+    needed = tuple(name for stack in stacks.values() for name in stack.packages if not stack.python)
+    return Interpreters(
+        usual=find_interpreter(python, packages=needed),
+        named={
+            name: find_interpreter(stack.interpreter, packages=stack.packages)
+            for name, stack in stacks.items()
+            if stack.interpreter is not None
+        },
+    )
+
+
+def run_vllm(session: Session, specs: list[ArmSpec], interpreters: Interpreters) -> list[KldRun]:
     """Run every arm under vLLM and reduce every lane.
 
     Parameters
@@ -30,26 +60,23 @@ def run_vllm(session: Session, specs: list[ArmSpec]) -> list[KldRun]:
         What is measured, and where.
     specs : list of ArmSpec
         The reference, the reference at its other precision, baseline, variant.
+    interpreters : Interpreters
+        Where they run.
 
     Raises
     ------
     UsageError
-        If vLLM cannot be had, or cannot run what is asked for.
+        If vLLM cannot run what is asked for.
     InvalidRunError
         If an arm ran but its result must not be read as a number.
     """
     request, settings = session.request, session.settings
     stacks = {spec.name: stack for spec in specs if (stack := spec.declared.vllm) is not None}
     own_reference = request.reference_engine != TRANSFORMERS
+    named = interpreters.named
     shared = VllmSession(
-        interpreter=find_interpreter(
-            settings.vllm_python, packages=tuple(name for s in stacks.values() for name in s.packages if not s.python)
-        ),
-        interpreters={
-            name: find_interpreter(stack.interpreter, packages=stack.packages)
-            for name, stack in stacks.items()
-            if stack.interpreter is not None
-        },
+        interpreter=interpreters.usual,
+        interpreters={spec.name: named[spec.declared.name] for spec in specs if spec.declared.name in named},
         inherited=settings.environment,
         tokens=session.tokens,
         vocab_size=session.vocabulary.size,

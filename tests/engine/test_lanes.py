@@ -99,6 +99,9 @@ def test_names_and_folders() -> None:
         ({"kinds": ["decode"], "rows": [0]}, "with 0 rows"),
         ({"kinds": ["chunked"], "chunks": "4;5"}, "--chunks is '4;5'"),
         ({"kinds": ["decode"], "decode_positions": 0}, "with 0 rows or positions"),
+        ({"kinds": ["prefill"], "chunks": None, "decode_positions": None}, "--rows is for decode lanes"),
+        ({"kinds": ["prefill"], "rows": None, "decode_positions": None}, "--chunks is for chunked lanes"),
+        ({"kinds": ["chunked"], "rows": None}, "--decode-positions is for decode lanes"),
     ],
 )
 def test_malformed_lanes_are_refused(arguments: dict[str, object], reason: str) -> None:
