@@ -43,12 +43,12 @@ def bench(
     from exl3_kernels.routes import ROUTES
     from exl3eval.identity import package_versions
     from exl3eval.kernel_bench.measure import measure
-    from exl3eval.kernel_bench.report import build_record, read_peer, render_markdown, write_bench
+    from exl3eval.kernel_bench.report import Peer, build_record, read_peer, render_markdown, write_bench
     from exl3eval.records import require_absent
 
     require_absent(out / "bench.json")
     gpu = _require_gpu()
-    peer_times = read_peer(peer) if peer else {}
+    peer_times = read_peer(peer) if peer else Peer()
     found = []
     routes = tuple(name for name in ROUTES if name != "reference")
     for measurement in measure(_geometries(geometry), codebook or CODEBOOKS, rows or ROWS, routes):

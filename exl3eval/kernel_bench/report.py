@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,30 @@ from exl3eval.errors import UsageError
 from exl3eval.kernel_bench.measure import DENSE, PROBE, Measurement
 from exl3eval.records import read_json, write_atomic, write_receipt
 
-SCHEMA = "exl3eval/kernel-bench/1"
+SCHEMA = "exl3eval/kernel-bench/2"
 PEAK_BYTES_PER_SECOND = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.04e12}
 
 PeerCell = tuple[int, int, int, str, int]
 
 
-def read_peer(path: Path) -> dict[PeerCell, float]:
-    """Read a peer's times: (k, n, bits, codebook, rows) to its best route's microseconds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Somebody else's times on some day's clock, in microseconds.
+
+    Parameters
+    ----------
+    best_us : mapping
+        (k, n, bits, codebook, rows) to its best route.
+    dense_us : mapping
+        (k, n, rows) to the dense float16 product of the same run, which says how fast the card ran.
+    """
+
+    best_us: Mapping[PeerCell, float] = field(default_factory=dict)
+    dense_us: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
+
+
+def read_peer(path: Path) -> Peer:
+    """Read a peer's times.
 
     Raises
     ------
@@ -27,12 +43,16 @@ def read_peer(path: Path) -> dict[PeerCell, float]:
         If the file is not a peer file.
     """
     try:
-        return {
-            (row["k"], row["n"], row["K"], row["cb"], row["m"]): min(
-                row[c] for c in ("gemm_us", "recon_us") if c in row
-            )
-            for row in read_json(path)["rows"]
-        }
+        rows = read_json(path)["rows"]
+        return Peer(
+            best_us={
+                (row["k"], row["n"], row["K"], row["cb"], row["m"]): min(
+                    row[c] for c in ("gemm_us", "recon_us") if c in row
+                )
+                for row in rows
+            },
+            dense_us={(row["k"], row["n"], row["m"]): row["dense_fp16_us"] for row in rows if "dense_fp16_us" in row},
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"{path.name} is not a peer file: {error!r}",
@@ -51,9 +71,11 @@ def roofline_us(measurement: Measurement, gpu: str) -> float | None:
 
 
 def build_record(
-    measurements: Sequence[Measurement], peer: Mapping[PeerCell, float], *, gpu: str, identity: Mapping[str, Any]
+    measurements: Sequence[Measurement], peer: Peer, *, gpu: str, identity: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the benchmark as plain data.
+
+    `to_peer` relates times, `to_peer_by_dense` what each run's times are to its own dense product.
 
     Raises
     ------
@@ -65,8 +87,9 @@ def build_record(
         dense = next((m for m in group if m.contestant == DENSE[0]), None)
         if dense is None:
             raise ValueError(f"{geometry.name} with {rows} rows has no dense product")
-        key = (geometry.in_features, geometry.out_features, geometry.bits, codebook, rows)
-        peer_us = peer.get(key)
+        k, n = geometry.in_features, geometry.out_features
+        peer_us = peer.best_us.get((k, n, geometry.bits, codebook, rows))
+        peer_dense_us = peer.dense_us.get((k, n, rows))
         cells.append(
             {
                 "geometry": asdict(geometry),
@@ -74,12 +97,16 @@ def build_record(
                 "rows": rows,
                 "roofline_us": roofline_us(dense, gpu),
                 "peer_us": peer_us,
+                "peer_dense_us": peer_dense_us,
                 "contestants": {
                     m.contestant: asdict(m.timing)
                     | {
                         "extra_bytes": m.extra_bytes,
                         "to_dense_fp16": m.timing.median_us / dense.timing.median_us,
                         "to_peer": None if peer_us is None else m.timing.median_us / peer_us,
+                        "to_peer_by_dense": None
+                        if peer_us is None or peer_dense_us is None
+                        else m.timing.median_us / dense.timing.median_us * peer_dense_us / peer_us,
                     }
                     for m in group
                 },
@@ -96,7 +123,8 @@ def render_markdown(record: Mapping[str, Any]) -> str:
         f"Workload {record['workload']}; no model runs here. Medians in microseconds per launch, contestants"
         " interleaved in one run, weights rotated through more than the L2 cache. `best` is the fastest exact route;"
         " `roofline` is the time to read the packed weight and the rows and write the result at the vendor's memory"
-        " rate; `extra` is the best route's memory beyond operands and result.",
+        " rate; `by dense` relates both sides to the dense product of their own run, whatever the card's clock;"
+        " `extra` is the best route's memory beyond operands and result.",
     ]
     for (name, codebook), group in groupby(record["cells"], key=lambda c: (c["geometry"]["name"], c["codebook"])):
         cells = list(group)
@@ -106,19 +134,23 @@ def render_markdown(record: Mapping[str, Any]) -> str:
             "",
             f"## {name}: {shape['in_features']} x {shape['out_features']}, {shape['bits']} bits, {codebook}",
             "",
-            "| rows | " + " | ".join(columns) + " | roofline | best | to dense | to peer | extra MiB |",
-            "|" + "---:|" * (len(columns) + 6),
+            "| rows | " + " | ".join(columns) + " | roofline | best | to dense | to peer | by dense | extra MiB |",
+            "|" + "---:|" * (len(columns) + 7),
         ]
         for cell in cells:
             contestants = cell["contestants"]
             best = best_route(contestants)
             times = [f"{contestants[c]['median_us']:.1f}" if c in contestants else "" for c in columns]
-            peer, extra = contestants[best]["to_peer"], contestants[best]["extra_bytes"]
+            extra = contestants[best]["extra_bytes"]
+            to_peer, by_dense = (
+                "" if (ratio := contestants[best][name]) is None else f"{ratio:.2f}"
+                for name in ("to_peer", "to_peer_by_dense")
+            )
             lines.append(
                 f"| {cell['rows']} | "
                 + " | ".join(times)
                 + f" | {'' if cell['roofline_us'] is None else format(cell['roofline_us'], '.1f')} | {best}"
-                + f" | {contestants[best]['to_dense_fp16']:.2f} | {'' if peer is None else format(peer, '.2f')}"
+                + f" | {contestants[best]['to_dense_fp16']:.2f} | {to_peer} | {by_dense}"
                 + f" | {'' if extra is None else format(extra / (1 << 20), '.1f')} |"
             )
     return "\n".join(lines) + "\n"

@@ -11,7 +11,7 @@ from exl3eval.errors import UsageError
 from exl3eval.kernel_bench.commands import register
 from exl3eval.kernel_bench.geometry import GEOMETRIES, Geometry, parse_geometry
 from exl3eval.kernel_bench.measure import Measurement
-from exl3eval.kernel_bench.report import build_record, read_peer, render_markdown, roofline_us, write_bench
+from exl3eval.kernel_bench.report import Peer, build_record, read_peer, render_markdown, roofline_us, write_bench
 from exl3eval.kernel_bench.timing import Timing
 from exl3eval.kernel_bench.tune import tune
 from exl3eval.records import read_receipt, seal
@@ -47,28 +47,30 @@ def test_a_geometry_is_a_shipped_name_or_a_shape():
 def test_the_record_relates_every_contestant_to_dense_and_to_the_peer(tmp_path):
     peer = tmp_path / "peer.json"
     row = {"k": 4096, "n": 4096, "K": 4, "cb": "mcg", "m": 1, "gemm_us": 25.0, "recon_us": 40.0}
+    row["dense_fp16_us"] = 10.0  # their card ran twice as fast
     peer.write_text(json.dumps({"rows": [row]}))
     record = build_record(CELL, read_peer(peer), gpu="NVIDIA H200", identity={"cuda": "13.0"})
     (cell,) = record["cells"]
     assert cell["peer_us"] == 25.0
     assert cell["contestants"]["shared-decode"]["to_dense_fp16"] == 0.5
     assert cell["contestants"]["shared-decode"]["to_peer"] == 0.4
+    assert cell["contestants"]["shared-decode"]["to_peer_by_dense"] == 0.2
     assert cell["roofline_us"] == pytest.approx((4096 * 4096 / 2 + 2 * 8192) / 4.8e12 * 1e6)
     assert "synthetic" in record["workload"]
     write_bench(tmp_path / "out", record)
     assert read_receipt(tmp_path / "out/bench.json") == seal(record)
     table = (tmp_path / "out/bench.md").read_text()
     assert table == render_markdown(record)
-    assert "| shared-decode | 0.50 | 0.40 | 1.0 |" in table
+    assert "| shared-decode | 0.50 | 0.40 | 0.20 | 1.0 |" in table
 
 
 def test_what_is_unknown_stays_empty():
-    record = build_record(CELL, {}, gpu="Some GPU", identity={})
+    record = build_record(CELL, Peer(), gpu="Some GPU", identity={})
     assert record["cells"][0]["peer_us"] is None and record["cells"][0]["roofline_us"] is None
     assert roofline_us(CELL[0], "Some GPU") is None
-    assert "| shared-decode | 0.50 |  | 1.0 |" in render_markdown(record)
+    assert "| shared-decode | 0.50 |  |  | 1.0 |" in render_markdown(record)
     with pytest.raises(ValueError, match="no dense product"):
-        build_record(CELL[2:], {}, gpu="Some GPU", identity={})
+        build_record(CELL[2:], Peer(), gpu="Some GPU", identity={})
 
 
 def test_a_file_that_is_no_peer_file_is_refused(tmp_path):
