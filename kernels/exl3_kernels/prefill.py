@@ -28,8 +28,8 @@ WORKSPACE_BYTES = 256 << 20
 LARGEST_E4M3 = 448.0
 
 _workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
-# Held from the first slice to the last: two threads on one stream would overwrite each other's weights between a
-# reconstruction and its product.
+# Held from the rotation to the last slice: two threads on one stream would overwrite each other's weights between a
+# reconstruction and its product; and one that starts beside the launch before it must not find a product there.
 _workspace_lock = threading.RLock()
 
 
@@ -60,7 +60,7 @@ def prefill_reconstruct(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch
     x_Mk = prepare_rows(x_Mk, weight, out_dtype)
     _require_primed("prefill-reconstruct", x_Mk, weight, out_dtype)
     y_Mn = torch.empty(x_Mk.shape[0], weight.out_features, dtype=out_dtype, device=x_Mk.device)
-    with torch.cuda.device(x_Mk.device):
+    with torch.cuda.device(x_Mk.device), _workspace_lock:
         rotated_Mk = _rotate(x_Mk, weight)
         for columns, inner_nk in weight_slices(weight, "inner", after_rotation=True):
             sums = torch.mm(rotated_Mk, inner_nk.t(), out_dtype=torch.float32)
@@ -78,7 +78,7 @@ def prefill_half(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype)
     x_Mk = prepare_rows(x_Mk, weight, out_dtype)
     _require_primed("prefill-half", x_Mk, weight, out_dtype)
     y_Mn = torch.empty(x_Mk.shape[0], weight.out_features, dtype=out_dtype, device=x_Mk.device)
-    with torch.cuda.device(x_Mk.device), _full_precision_reduction():
+    with torch.cuda.device(x_Mk.device), _full_precision_reduction(), _workspace_lock:
         if rotates_rows(weight):
             rotated_Mk = _rotate(x_Mk, weight)
             for columns, weight_nk in weight_slices(weight, "outputs", after_rotation=True):
