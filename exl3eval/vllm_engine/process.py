@@ -20,6 +20,9 @@ from exl3eval.records import write_atomic
 
 LOG_FILE = "log.txt"
 GO = b"go\n"
+CURES = {
+    "Error in memory profiling": "vLLM profiles the whole card while it starts: run nothing else there meanwhile",
+}
 
 
 def write_ids(path: Path, ids_NT1: Any) -> None:
@@ -97,9 +100,11 @@ def run_process(
         raise refusal
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     if code != 0:
+        last = _last_error(lines)
+        log_hint = f"its log: vllm/{request.parent.name}/{LOG_FILE} in the cache folder; finished contexts are kept"
         raise UsageError(
-            f"arm `{arm}`: vLLM's process ended with code {code}: {_last_error(lines)}",
-            hint=f"its log: vllm/{request.parent.name}/{LOG_FILE} in the cache folder; finished contexts are kept",
+            f"arm `{arm}`: vLLM's process ended with code {code}: {last}",
+            hint=next((cure for sign, cure in CURES.items() if sign in last), log_hint),
         )
     return lines
 

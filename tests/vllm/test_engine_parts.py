@@ -306,6 +306,19 @@ def test_a_child_that_dies_is_reported_with_its_last_error(tmp_path):
         run_fake(tmp_path, 'print("ValueError: no memory for cache blocks"); sys.exit(3)')
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("AssertionError: Error in memory profiling. Initial free memory 136.1 GiB", "run nothing else there"),
+        ("ValueError: something", "its log: vllm/"),
+    ],
+)
+def test_a_known_failure_has_its_cure_as_hint(tmp_path, line, hint):
+    with pytest.raises(UsageError) as raised:
+        run_fake(tmp_path, f"print({line!r}); sys.exit(1)")
+    assert hint in raised.value.hint
+
+
 def test_the_log_of_a_child_comes_back(tmp_path):
     assert run_fake(tmp_path, 'print("embedding: int8")') == ["embedding: int8"]
 
