@@ -122,7 +122,7 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
             return_success: bool = False,
         ) -> bool | None:
             index = expert_id * len(projections) + projections.index(shard_id)
-            store.load(suffix, index, loaded_weight.reshape(store.shards[index].stored.shape(suffix)))
+            store.load(suffix, index, loaded_weight.reshape(store.shards[index].stored.shapes.get(suffix, ())))
             return True if return_success else None
 
         return load

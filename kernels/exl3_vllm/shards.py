@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from exl3_kernels.weight import BLOCK, TILE
-from exl3_vllm.stored import StoredLinear
+from exl3_vllm.stored import StoredLinear, tensor_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,8 @@ class Shard:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the trellis [k/16, n/16, 16 K], suh [k] and svh [n] that this rank holds."""
-        k, n = self.in_features, self.out_features
-        return {"trellis": (k // TILE, n // TILE, TILE * self.stored.bits), "suh": (k,), "svh": (n,)}
+        """Shapes of the tensors that this rank holds."""
+        return tensor_shapes(self.in_features, self.out_features, self.stored.bits)
 
     def cut(self, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a whole stored `trellis`, `suh`, `svh` or `bias`."""

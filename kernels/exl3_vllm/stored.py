@@ -45,14 +45,15 @@ class StoredLinear:
         """The usual multiplier of the codebook."""
         return MULTIPLIERS[self.codebook]
 
-    def shape(self, suffix: str) -> tuple[int, ...]:
-        """Return the stored shape of one of its tensors."""
-        shapes = {
-            "trellis": (self.in_features // TILE, self.out_features // TILE, TILE * self.bits),
-            "suh": (self.in_features,),
-            "svh": (self.out_features,),
-        }
-        return shapes.get(suffix, ())
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its tensors, see `tensor_shapes`."""
+        return tensor_shapes(self.in_features, self.out_features, self.bits)
+
+
+def tensor_shapes(k: int, n: int, bits: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a trellis [k/16, n/16, 16 K], of suh [k] and of svh [n]."""
+    return {"trellis": (k // TILE, n // TILE, TILE * bits), "suh": (k,), "svh": (n,)}
 
 
 def find_linears(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredLinear]:
