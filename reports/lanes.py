@@ -5,8 +5,8 @@ python reports/lanes.py OUT --cases variants --num-contexts 32
 python reports/lanes.py OUT --cases served --num-contexts 32
     int8-embed served by vLLM in every mode
 
-What else is given goes to every `exl3eval kld`: --device, --model and --reference. Receipts alone are kept (positions of a
-run are 1 to 15 MB); each is sealed, and `exl3eval verify OUT` checks them.
+What else is given goes to every `exl3eval kld`: --device, --model and --reference. Receipts alone are kept (a run's
+positions are 1 to 15 MB); each is sealed, and `exl3eval verify OUT` checks them.
 """
 
 from __future__ import annotations

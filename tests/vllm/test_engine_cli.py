@@ -43,7 +43,11 @@ def test_options_of_another_engine_are_refused(monkeypatch, capsys, options, rea
     assert (code, reason in err) == (EXIT_USAGE, True), err
 
 
-def test_without_vllm_it_says_what_to_install(monkeypatch, capsys, tmp_path):
+def test_without_vllm_it_says_what_to_install_before_the_models_are_read(monkeypatch, capsys, tmp_path):
+    def read_model(*arguments):
+        raise AssertionError("a model was read")
+
+    monkeypatch.setattr("exl3eval.run._digest_checkpoint", read_model)
     monkeypatch.delenv("EXL3EVAL_VLLM_PYTHON", raising=False)
     monkeypatch.setenv("EXL3EVAL_CACHE", str(tmp_path))
     code, err = call(monkeypatch, capsys, "--engine", "vllm", "--num-contexts", "24", "--positions", "16")
