@@ -10,9 +10,11 @@ from typing import Any
 
 from exl3eval.errors import UsageError
 from exl3eval.kernel_bench.measure import DENSE, PROBE, Measurement
+from exl3eval.kernel_bench.timing import REPETITIONS
 from exl3eval.records import read_json, write_atomic, write_receipt
 
-SCHEMA = "exl3eval/kernel-bench/2"
+SCHEMA = "exl3eval/kernel-bench/3"
+SAMPLING = f"{REPETITIONS} samples, contestants in turn, a rest as long as each sample"
 PEAK_BYTES_PER_SECOND = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.04e12}
 
 PeerCell = tuple[int, int, int, str, int]
@@ -112,7 +114,14 @@ def build_record(
                 },
             }
         )
-    return {"schema": SCHEMA, "workload": "synthetic: random packed words", "gpu": gpu, **identity, "cells": cells}
+    return {
+        "schema": SCHEMA,
+        "workload": "synthetic: random packed words",
+        "sampling": SAMPLING,
+        "gpu": gpu,
+        **identity,
+        "cells": cells,
+    }
 
 
 def render_markdown(record: Mapping[str, Any]) -> str:
@@ -120,8 +129,8 @@ def render_markdown(record: Mapping[str, Any]) -> str:
     lines = [
         f"# Kernel benchmark, {record['gpu']}",
         "",
-        f"Workload {record['workload']}; no model runs here. Medians in microseconds per launch, contestants"
-        " interleaved in one run, weights rotated through more than the L2 cache. `best` is the fastest exact route;"
+        f"Workload {record['workload']}; no model runs here. Medians in microseconds per launch, of"
+        f" {record['sampling']}; weights rotated through more than the L2 cache. `best` is the fastest exact route;"
         " `roofline` is the time to read the packed weight and the rows and write the result at the vendor's memory"
         " rate; `by dense` relates both sides to the dense product of their own run, whatever the card's clock;"
         " `extra` is the best route's memory beyond operands and result.",

@@ -1,8 +1,13 @@
-"""Timing on a GPU: launches captured in graphs, contestants interleaved, medians with spread."""
+"""Timing on a GPU: launches captured in graphs, contestants interleaved, medians with spread.
+
+After every sample the GPU rests for as long as the sample took. Without it dense products of seconds in a row hold the
+GPU at its power limit, and a contestant is charged for the heat of those before it.
+"""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +56,9 @@ def time_interleaved(contestants: Mapping[str, Contestant], repetitions: int = R
             contestant.graph.replay()
             stop.record()
             stop.synchronize()
-            samples[name].append(start.elapsed_time(stop) * 1e3 / len(contestant.launches))
+            taken_ms = start.elapsed_time(stop)
+            samples[name].append(taken_ms * 1e3 / len(contestant.launches))
+            time.sleep(taken_ms / 1e3)
     return {
         name: Timing(median_us=statistics.median(taken), least_us=min(taken), most_us=max(taken))
         for name, taken in samples.items()

@@ -41,6 +41,7 @@ UNITS = (
 pointer, integer, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 SIGNATURES = {
     "exl3_rotate": (pointer, integer, wide, pointer, pointer) + (integer,) * 4 + (pointer,),
+    "exl3_rotate_rows": (pointer, integer, wide, pointer, pointer, integer, integer, pointer),
     "exl3_gemm": (pointer,) * 3 + (integer,) * 9 + (pointer,),
     "exl3_fold": (pointer,) * 3 + (integer, pointer, integer, wide) + (integer,) * 6 + (pointer,),
     "exl3_reconstruct": (pointer,) * 5 + (integer,) * 8 + (pointer,),

@@ -230,8 +230,8 @@ def _rotate(x_Mk: torch.Tensor, weight: Exl3Weight) -> torch.Tensor:
     """Return RN16(RN16(x suh) H)."""
     rotated_Mk = torch.empty(x_Mk.shape, dtype=torch.float16, device=x_Mk.device)
     load_library(x_Mk.device).call(
-        "exl3_rotate", x_Mk.data_ptr(), DTYPES[x_Mk.dtype], x_Mk.stride(0), weight.suh.data_ptr(),
-        rotated_Mk.data_ptr(), x_Mk.shape[0], 0, 0, x_Mk.shape[1], torch.cuda.current_stream().cuda_stream,
+        "exl3_rotate_rows", x_Mk.data_ptr(), DTYPES[x_Mk.dtype], x_Mk.stride(0), weight.suh.data_ptr(),
+        rotated_Mk.data_ptr(), *x_Mk.shape, torch.cuda.current_stream().cuda_stream,
     )  # fmt: skip
     return rotated_Mk
 

@@ -4,10 +4,10 @@
 namespace exl3 {
 namespace {
 
-// Writes RN16(((RN16(x suh)) H)): row-major if `row_groups` is 0; if `wide` as the wide GEMM keeps it in shared memory,
-// per 64 inputs one 128-byte line per row, 16-byte chunks swizzled by the row; else in the order in which the GEMM's
-// lanes read B fragments: for each k16 step and pair of row groups, 32 lanes times two groups times two registers (one
-// group: two registers). Rows up to the last group's end are 0.
+// Writes RN16(((RN16(x suh)) H)): if `wide` as the wide GEMM keeps it in shared memory, per 64 inputs one 128-byte line
+// per row, 16-byte chunks swizzled by the row; else in the order in which the GEMM's lanes read B fragments: for each
+// k16 step and pair of row groups, 32 lanes times two groups times two registers (one group: two registers). Rows up to
+// the last group's end are 0.
 template <typename In, int kRows>
 __global__ void rotate_kernel(const In* x, int64_t row_stride, const __half* suh, uint32_t* rotated, int rows,
                               int row_groups, bool wide, int k) {
@@ -15,7 +15,7 @@ __global__ void rotate_kernel(const In* x, int64_t row_stride, const __half* suh
     const int warp = (blockIdx.x * kRowThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
     const int blocks = k / kBlock;
     const int first_row = warp / blocks * kRows, block = warp % blocks;
-    const int last_row = min(first_row + kRows, row_groups ? 8 * row_groups : rows);
+    const int last_row = min(first_row + kRows, 8 * row_groups);
     if (first_row >= last_row) return;
     const int column = block * kBlock + lane * 4;
     float scale[4], v[kRows][4] = {};
@@ -29,13 +29,6 @@ __global__ void rotate_kernel(const In* x, int64_t row_stride, const __half* suh
         if (row >= last_row) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[r][i] = __half2float(__float2half_rn(v[r][i] * scale[i]));
-        if (row_groups == 0) {
-            hadamard_across(v[r]);
-            __half* to = reinterpret_cast<__half*>(rotated) + static_cast<int64_t>(row) * k + block * kBlock + lane;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) round_to(to[across(i)], v[r][i]);
-            continue;
-        }
         hadamard(v[r]);
         if (wide) {
             const int64_t line = (static_cast<int64_t>(block) * 2 + lane / 16) * 8 * row_groups + row;
@@ -107,7 +100,7 @@ int exl3_rotate(const void* x, int x_type, int64_t row_stride, const void* suh, 
                 int wide, int k, void* stream) {
     return with_type(x_type, [&](auto* in) {
         using In = std::remove_pointer_t<decltype(in)>;
-        const int64_t padded_rows = row_groups ? 8 * row_groups : rows, blocks = k / kBlock;
+        const int64_t padded_rows = 8 * row_groups, blocks = k / kBlock;
         return with_rows_per_warp(padded_rows * blocks, [&](auto per_warp) {
             constexpr int kRows = decltype(per_warp)::value;
             return launch(rotate_kernel<In, kRows>, dim3(warps_to_blocks((padded_rows + kRows - 1) / kRows * blocks)),

@@ -1,16 +1,16 @@
 // Dense weights from packed words, one 128 x 128 block per thread block (EXL3_BITS).
 //
-// Eight warps decode one k16 step each. kInner stores the values. kOriginal and kEightBit transform both sides: the
-// first four of the fourteen stages are one tensor-core product with the 16 x 16 matrix of signs, whose float16
-// operands are exact and whose sums are fp32; the rest are fp32 butterflies in registers, five on each side of one
-// exchange through shared memory. The two norms of 1 / sqrt(128) are one exact factor of 1 / 128, so the only rounding
-// that could bias a gain is the last. kOutputs and kInputs transform one side: the same product, and three stages in
-// registers, because a warp holds the eight tiles along that side.
+// Eight warps decode one k16 step each. kInner stores the values. kOriginal and kEightBit transform both sides: six of
+// the fourteen stages on tensor cores (tiles.cuh), three fp32 butterflies before an exchange through shared memory and
+// five after it. The two norms of 1 / sqrt(128) are one exact factor of 1 / 128, so the only rounding that could bias a
+// gain is the last. kOutputs and kInputs transform one side: six stages on tensor cores and one in registers, because a
+// warp holds the eight tiles along that side.
 #include <cuda_fp8.h>
 
 #include <type_traits>
 
 #include "reconstruct.h"
+#include "tiles.cuh"
 #include "transform.cuh"
 
 namespace exl3 {
@@ -21,34 +21,14 @@ constexpr int kBlockTiles = kBlock / 16;
 constexpr int kThreads = 32 * kSteps;
 constexpr int kSideWarps = kSteps / 2;
 
-// Thread blocks of `side_kernel` that a multiprocessor has registers for: the fastest measured.
-constexpr int side_blocks(int kind) { return kind == kOutputs ? 7 : 6; }
-
 EXL3_INLINE void round_pair(__half2& to, float low, float high) { to = __floats2half2_rn(low, high); }
 EXL3_INLINE void round_pair(__nv_fp8x2_e4m3& to, float low, float high) {
     to = __nv_fp8x2_e4m3(make_float2(low, high));
 }
 
-EXL3_INLINE void butterfly(float& a, float& b) {
-    const float sum = a + b;
-    b = a - b;
-    a = sum;
-}
-
 // The exchange holds output j's inputs in row j, 128 words, input i at i ^ spread(j): then neither the writing lanes
 // (inputs 0-7 of outputs 0, 2, 4, 6) nor the reading ones (inputs 0-15 of outputs 0 and 1) meet in a bank.
 EXL3_INLINE constexpr int spread(int j) { return ((j >> 1 & 3) << 3) ^ ((j & 1) << 4); }
-
-// Rows g and g + 8 of the 16 x 16 sign matrix as an A fragment: -1 where the two indices share an odd number of bits.
-EXL3_INLINE void sign_fragment(int lane, uint32_t (&a)[4]) {
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-        const int row = lane / 4 + q % 2 * 8, column = lane % 4 * 2 + q / 2 * 8;
-        const uint32_t low = __popc(row & column) & 1 ? 0xBC00u : 0x3C00u;
-        const uint32_t high = __popc(row & (column + 1)) & 1 ? 0xBC00u : 0x3C00u;
-        a[q] = low | high << 16;
-    }
-}
 
 // Eight tiles of one warp: of the block's k16 step `step`, along the outputs; or of its tile column `step`, along the
 // inputs.
@@ -87,40 +67,25 @@ EXL3_INLINE uint32_t transposed(uint32_t pair) {
     return turned;
 }
 
-// float16 results of a thread block on their way out, [outputs, inputs]; rows are padded by 16 bytes, which spreads a
-// warp's stores over all banks.
-template <int kHigh, int kAcross>
-struct Staged {
-    static constexpr int kStride = kAcross + 8;
-    static constexpr int kBytes = kHigh * kStride * 2;
-    __half* at;
-
-    // Inputs i and i + 1 of output j.
-    EXL3_INLINE void put(int i, int j, uint32_t pair) const {
-        *reinterpret_cast<uint32_t*>(at + j * kStride + i) = pair;
-    }
-
-    template <int kWarps>
-    EXL3_INLINE void store(const ReconstructArgs& args, int64_t first_input, int64_t first_output) const {
-        __half* out = static_cast<__half*>(args.out) + first_output * args.k + first_input;
+// A thread block's results on their way out, [kRows outputs, kWidth inputs].
+template <int kWarps, int kRows, int kWidth>
+EXL3_INLINE void store_block(const Staged<kWidth>& staged, const ReconstructArgs& args, int64_t first_input,
+                             int64_t first_output) {
+    constexpr int kChunks = kWidth / 8, kAtOnce = 32 * kWarps / kChunks;
+    const int row = threadIdx.x / kChunks, input = threadIdx.x % kChunks * 8;
+    const __half* from = staged.at + row * Staged<kWidth>::kStride + input;
+    __half* to = static_cast<__half*>(args.out) + (first_output + row) * args.k + first_input + input;
+    const int64_t stride = static_cast<int64_t>(kAtOnce) * args.k;
 #pragma unroll
-        for (int pass = 0; pass < kHigh * kAcross / 8 / (32 * kWarps); ++pass) {
-            const int chunk = pass * 32 * kWarps + threadIdx.x;
-            const int row = chunk / (kAcross / 8), column = chunk % (kAcross / 8) * 8;
-            *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * args.k + column) =
-                *reinterpret_cast<const uint4*>(at + row * kStride + column);
-        }
-    }
-};
-
-using Whole = Staged<kBlock, kBlock>;
-template <int kKind>
-using Side = Staged<kKind == kInputs ? kBlock / 2 : kBlock, kKind == kInputs ? kBlock : kBlock / 2>;
+    for (int pass = 0; pass < kRows / kAtOnce; ++pass)
+        store_wide(to + pass * stride,
+                   *reinterpret_cast<const uint4*>(from + pass * kAtOnce * Staged<kWidth>::kStride));
+}
 
 template <int kCodebook>
 __global__ void __launch_bounds__(kThreads, 4) inner_kernel(const __grid_constant__ ReconstructArgs args) {
     extern __shared__ __align__(16) uint8_t buffer[];
-    const Whole staged{reinterpret_cast<__half*>(buffer)};
+    const Staged<kBlock> staged{reinterpret_cast<__half*>(buffer)};
     const Block<kCodebook> block(args, blockIdx.x, blockIdx.y, threadIdx.x / 32);
     const int i = block.step * 16 + block.lane % 4 * 2;
 #pragma unroll
@@ -129,65 +94,70 @@ __global__ void __launch_bounds__(kThreads, 4) inner_kernel(const __grid_constan
         block.decode_tile(t, a);
         const int j = t * 16 + block.lane / 4;
 #pragma unroll
-        for (int q = 0; q < 4; ++q) staged.put(i + q / 2 * 8, j + q % 2 * 8, a[q]);
+        for (int q = 0; q < 4; ++q) staged.put(j + q % 2 * 8, i + q / 2 * 8, a[q]);
     }
     __syncthreads();
-    staged.store<kSteps>(args, blockIdx.x * kBlock, blockIdx.y * kBlock);
+    store_block<kSteps, kBlock>(staged, args, blockIdx.x * kBlock, blockIdx.y * kBlock);
     if (args.overlap) wait_for_rotation();
 }
 
 // One side transformed, of half a block: 64 inputs and 128 outputs, or the reverse.
+template <int kKind>
+struct Side {
+    static constexpr bool kAlongInputs = kKind == kInputs;
+    static constexpr int kRows = kAlongInputs ? kBlock / 2 : kBlock, kWidth = kAlongInputs ? kBlock : kBlock / 2;
+    static constexpr int kStagedBytes = kRows * Staged<kWidth>::kRowBytes, kBytes = kStagedBytes + kBlock * 4;
+    static constexpr int kBlocks = 6;  // per multiprocessor: with seven, registers are spilled
+};
+
 template <int kCodebook, int kKind>
-__global__ void __launch_bounds__(32 * kSideWarps, side_blocks(kKind))
+__global__ void __launch_bounds__(32 * kSideWarps, Side<kKind>::kBlocks)
     side_kernel(const __grid_constant__ ReconstructArgs args) {
-    constexpr bool kAlongInputs = kKind == kInputs;
+    using S = Side<kKind>;
     extern __shared__ __align__(16) uint8_t buffer[];
-    const Side<kKind> staged{reinterpret_cast<__half*>(buffer)};
-    float* scales = reinterpret_cast<float*>(buffer + Side<kKind>::kBytes);
-    const int input_block = kAlongInputs ? blockIdx.x : blockIdx.x / 2;
-    const int output_block = kAlongInputs ? blockIdx.y / 2 : blockIdx.y;
-    const int warp = threadIdx.x / 32, half_block = (kAlongInputs ? blockIdx.y : blockIdx.x) % 2;
-    const Block<kCodebook, kAlongInputs> block(args, input_block, output_block, half_block * kSideWarps + warp);
-    const __half* scale = kAlongInputs ? args.suh + input_block * kBlock : args.svh + output_block * kBlock;
+    const Staged<S::kWidth> staged{reinterpret_cast<__half*>(buffer)};
+    float* scales = reinterpret_cast<float*>(buffer + S::kStagedBytes);
+    const int input_block = S::kAlongInputs ? blockIdx.x : blockIdx.x / 2;
+    const int output_block = S::kAlongInputs ? blockIdx.y / 2 : blockIdx.y;
+    const int warp = threadIdx.x / 32, half_block = (S::kAlongInputs ? blockIdx.y : blockIdx.x) % 2;
+    const Block<kCodebook, S::kAlongInputs> block(args, input_block, output_block, half_block * kSideWarps + warp);
+    const __half* scale = S::kAlongInputs ? args.suh + input_block * kBlock : args.svh + output_block * kBlock;
     scales[threadIdx.x] = __half2float(scale[threadIdx.x]) * kNorm;
-    uint32_t a[kBlockTiles][4], signs[4];
-    sign_fragment(block.lane, signs);
+    const Signs signs(block.lane);
+    uint32_t a[kBlockTiles][4];
 #pragma unroll
     for (int t = 0; t < kBlockTiles; ++t) block.decode_tile(t, a[t]);
     __syncthreads();
-    const int input = block.lane % 4 * 2 + (kAlongInputs ? 0 : warp * 16);
-    const int output = block.lane / 4 + (kAlongInputs ? warp * 16 : 0);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // inputs 0-7 and 8-15 of the tiles
-        float v[kBlockTiles][4];            // [tile][2 x outputs 0-7 or 8-15, + input % 2]
-#pragma unroll
-        for (int t = 0; t < kBlockTiles; ++t) {
-            if constexpr (kAlongInputs) {
-                mma_first(v[t], a[t], signs[half], signs[half + 2]);
-            } else {
-                mma_first(v[t], signs, transposed(a[t][2 * half]), transposed(a[t][2 * half + 1]));
-            }
-        }
-#pragma unroll
-        for (int distance = 1; distance < kBlockTiles; distance *= 2)
+    for (int half = 0; half < 2; ++half) {
+        float v[kBlockTiles][4];
+        if constexpr (S::kAlongInputs) {
+            signs.along_columns(a, half, v);
+        } else {
+            uint32_t turned[kBlockTiles][2];
 #pragma unroll
             for (int t = 0; t < kBlockTiles; ++t)
-                if (!(t & distance))
 #pragma unroll
-                    for (int c = 0; c < 4; ++c) butterfly(v[t][c], v[t + distance][c]);
+                for (int q = 0; q < 2; ++q) turned[t][q] = transposed(a[t][2 * half + q]);
+            signs.along_rows(turned, v);
+        }
 #pragma unroll
-        for (int t = 0; t < kBlockTiles; ++t)
+        for (int t = 0; t < kBlockTiles; t += 2) {
+            uint32_t pairs[4];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int i = input + half * 8 + (kAlongInputs ? t * 16 : 0);
-                const int j = output + r * 8 + (kAlongInputs ? 0 : t * 16);
-                const float first = scales[kAlongInputs ? i : j], second = kAlongInputs ? scales[i + 1] : first;
-                staged.put(i, j, bits_of(__floats2half2_rn(v[t][2 * r] * first, v[t][2 * r + 1] * second)));
+            for (int q = 0; q < 4; ++q) {
+                const float* at = scales + (t + q / 2) * 16 +
+                                  (S::kAlongInputs ? half * 8 + block.lane % 4 * 2 : q % 2 * 8 + block.lane / 4);
+                const float2 by = S::kAlongInputs ? *reinterpret_cast<const float2*>(at) : make_float2(*at, *at);
+                const float* sums = &v[t + q / 2][q % 2 * 2];
+                pairs[q] = bits_of(__floats2half2_rn(sums[0] * by.x, sums[1] * by.y));
             }
+            staged.template put_tiles<S::kAlongInputs>((S::kAlongInputs ? warp : t) * 16,
+                                                       (S::kAlongInputs ? t : warp) * 16 + half * 8, pairs);
+        }
     }
     __syncthreads();
-    staged.template store<kSideWarps>(args, blockIdx.x * (kAlongInputs ? kBlock : kBlock / 2),
-                                      blockIdx.y * (kAlongInputs ? kBlock / 2 : kBlock));
+    store_block<kSideWarps, S::kRows>(staged, args, blockIdx.x * S::kWidth, blockIdx.y * S::kRows);
     if (args.overlap) wait_for_rotation();
 }
 
@@ -196,30 +166,28 @@ __global__ void __launch_bounds__(kThreads, 2) original_kernel(const __grid_cons
     extern __shared__ __align__(16) float exchange[];
     {
         const Block<kCodebook> block(args, blockIdx.x, blockIdx.y, threadIdx.x / 32);
-        uint32_t signs[4];
-        sign_fragment(block.lane, signs);
-        float v[kBlockTiles][2][4];
+        const Signs signs(block.lane);
+        uint32_t inputs[2][kBlockTiles][2];  // outputs 0-7 and 8-15 of the tiles
 #pragma unroll
         for (int t = 0; t < kBlockTiles; ++t) {
             uint32_t a[4];
             block.decode_tile(t, a);
-            mma_first(v[t][0], signs, a[0], a[2]);  // outputs 0-7 of the tile
-            mma_first(v[t][1], signs, a[1], a[3]);  // outputs 8-15
 #pragma unroll
-            for (int c = 0; c < 4; ++c) butterfly(v[t][0][c], v[t][1][c]);
+            for (int q = 0; q < 4; ++q) inputs[q % 2][t][q / 2] = a[q];
+        }
+        float v[2][kBlockTiles][4];
+        signs.along_rows(inputs[0], v[0]);
+        signs.along_rows(inputs[1], v[1]);
+#pragma unroll
+        for (int t = 0; t < kBlockTiles; ++t) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) butterfly(v[0][t][c], v[1][t][c]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                butterfly(v[t][half][0], v[t][half][1]);
-                butterfly(v[t][half][2], v[t][half][3]);
+                butterfly(v[half][t][0], v[half][t][1]);
+                butterfly(v[half][t][2], v[half][t][3]);
             }
         }
-#pragma unroll
-        for (int distance = 1; distance < kBlockTiles; distance *= 2)
-#pragma unroll
-            for (int t = 0; t < kBlockTiles; ++t)
-                if (!(t & distance))
-#pragma unroll
-                    for (int c = 0; c < 8; ++c) butterfly(v[t][c / 4][c % 4], v[t + distance][c / 4][c % 4]);
         // Element c of a fragment: input + 8 (c / 2), output + c % 2; the spread depends on lane and c alone.
         const int input = block.step * 16 + block.lane / 4, output = block.lane % 4 * 2;
 #pragma unroll
@@ -229,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 2) original_kernel(const __grid_cons
 #pragma unroll
             for (int t = 0; t < kBlockTiles; ++t)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) to[(t * 16 + half * 8) * kBlock] = v[t][half][c];
+                for (int half = 0; half < 2; ++half) to[(t * 16 + half * 8) * kBlock] = v[half][t][c];
         }
     }
     __syncthreads();
@@ -301,20 +269,20 @@ template <int kCodebook>
 cudaError_t launch_kind(const ReconstructArgs& args, int kind, int slice_blocks, cudaStream_t stream) {
     const int down = args.k / kBlock, across = slice_blocks;
     const dim3 grid(down, across);
-    constexpr int exchange = kBlock * kBlock * 4, scales = kBlock * 4;
+    constexpr int exchange = kBlock * kBlock * 4, whole = kBlock * Staged<kBlock>::kRowBytes;
     switch (kind) {
         case kInner:
-            return launch_blocks(inner_kernel<kCodebook>, args, grid, kSteps, Whole::kBytes, stream);
+            return launch_blocks(inner_kernel<kCodebook>, args, grid, kSteps, whole, stream);
         case kOriginal:
             return launch_blocks(original_kernel<kCodebook, kOriginal>, args, grid, kSteps, exchange, stream);
         case kEightBit:
             return launch_blocks(original_kernel<kCodebook, kEightBit>, args, grid, kSteps, exchange, stream);
         case kOutputs:
             return launch_blocks(side_kernel<kCodebook, kOutputs>, args, dim3(2 * down, across), kSideWarps,
-                                 Side<kOutputs>::kBytes + scales, stream);
+                                 Side<kOutputs>::kBytes, stream);
         case kInputs:
             return launch_blocks(side_kernel<kCodebook, kInputs>, args, dim3(down, 2 * across), kSideWarps,
-                                 Side<kInputs>::kBytes + scales, stream);
+                                 Side<kInputs>::kBytes, stream);
         default: return cudaErrorInvalidValue;
     }
 }
