@@ -1,5 +1,7 @@
-"""Everything under reports/ is as it was written: each receipt verifies, and none survives one changed byte."""
+"""Everything under reports/ is as it was written: receipts verify, none survives one changed byte, texts quote them."""
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,28 @@ def test_one_changed_byte_is_seen(receipt: Path, tmp_path: Path) -> None:
         copy.write_bytes(changed)
         with pytest.raises(InvalidRunError):
             read_receipt(copy)
+
+
+@pytest.mark.parametrize(
+    ("command", "texts"),
+    [
+        ("tables.py h200/receipts", "h200/README.md"),
+        ("tables.py vllm/h200/bundled", "vllm/README.md"),
+        ("tables.py vllm/h200/smollm2", "vllm/README.md"),
+        ("h200/upstream.py --compare h200/upstream/cpu h200/upstream/h200", "h200/README.md"),
+        ("kernels/tables.py", "kernels/notes.md kernels/experts.md kernels/encoder/README.md"),
+    ],
+)
+def test_published_tables_are_what_their_command_prints(
+    command: str, texts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPORTS)
+    monkeypatch.setattr(sys, "argv", command.split())
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code or "beyond the tolerance: qwen3moe mul1-4bpw prefill" in str(end.code)
+    published = {line for text in texts.split() for line in Path(text).read_text(encoding="utf-8").splitlines()}
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(rows) >= 15
+    assert [row for row in rows if row not in published] == []
