@@ -51,6 +51,7 @@ class Traits:
 TRAITS = {
     "reference": Traits(arithmetic="dense32"),
     "fp16-staged": Traits(),
+    "rotated-fp16": Traits(),
     "broken-window": Traits(),
     "decode-gemm": Traits(row_bits=True, family="decode", specialised=True),
     "shared-decode": Traits(row_bits=True, family="decode", specialised=True),

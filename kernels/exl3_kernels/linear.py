@@ -12,7 +12,7 @@ from exl3_kernels import gpu_routes as _gpu_routes  # noqa: F401  registers the 
 from exl3_kernels import peer as _peer  # noqa: F401  registers exllamav3's routes
 from exl3_kernels.codebook import codebook_values
 from exl3_kernels.hadamard import hadamard_128
-from exl3_kernels.reconstruct import dense_weight, linear_staged
+from exl3_kernels.reconstruct import dense_weight, linear_rotated, linear_staged
 from exl3_kernels.routes import Route, count_launch, parse_dispatch, register_route, select_route
 from exl3_kernels.trellis import tiles_to_matrix, unpack_states
 from exl3_kernels.weight import Exl3Weight
@@ -54,6 +54,22 @@ register_route(
         doc="Upstream's stages in torch: rotated input rounded to FP16, FP32 sums, FP32 output transform; any device.",
         rejects=lambda weight, rows, device: "",
         run=_run_fp16_staged,
+    )
+)
+
+
+def _run_rotated_fp16(
+    x_Mk: torch.Tensor, weight: Exl3Weight, dense_kn: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return linear_rotated(x_Mk, weight).to(out_dtype)
+
+
+register_route(
+    Route(
+        name="rotated-fp16",
+        doc="The GPU kernels' arithmetic in torch: rows rounded to FP16 before and after their rotation; any device.",
+        rejects=lambda weight, rows, device: "",
+        run=_run_rotated_fp16,
     )
 )
 

@@ -167,6 +167,32 @@ def linear_staged(
     return y if w.bias is None else y + w.bias.to(out_dtype)
 
 
+def linear_rotated(x: torch.Tensor, w: Exl3Weight) -> torch.Tensor:
+    """Return ((RN16(RN16(x suh) H) W) H) svh + bias in float32: what the GPU kernels compute, one product of the rows.
+
+    Parameters
+    ----------
+    x : Tensor
+        Floating point [..., k].
+    w : Exl3Weight
+        The linear; k and n multiples of 128.
+
+    Returns
+    -------
+    Tensor
+        float32 [..., n].
+
+    Raises
+    ------
+    ValueError
+        If x does not end in k features, or k or n is not a multiple of 128.
+    """
+    _require_input(x, w)
+    rotated = hadamard_half((x.float() * w.suh.float()).half())
+    y = hadamard_128(_product(rotated.float(), w)) * w.svh.float()
+    return y if w.bias is None else y + w.bias.float()
+
+
 def _product(rotated: torch.Tensor, w: Exl3Weight) -> torch.Tensor:
     """Multiply rotated inputs [..., k] by the inner matrix in their own dtype."""
     return torch.cat([rotated @ inner.to(rotated.dtype) for _, inner in inner_slices(w)], dim=-1)

@@ -8,17 +8,12 @@ route, and with rows rounded to FP16 before and after the rotation, as the GPU k
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from exl3_kernels.hadamard import hadamard_128
-from exl3_kernels.reconstruct import inner_weight
-from exl3_kernels.routes import ROUTES
-from exl3_kernels.weight import Exl3Weight
 from exl3eval.checkpoint.directory import open_checkpoint
 from exl3eval.engine.model import ArmModel, load_arm
 from exl3eval.score.divergence import measure_divergences
@@ -28,15 +23,6 @@ from exl3eval.variant import load_variant, resolve_variant
 
 CONTEXTS, POSITIONS, VOCABULARY = 16, 64, 1024
 CONTEXT, POSITION, ROUTER = 1, 26, "model.layers.0.mlp.gate"
-
-
-def twice_rounded(
-    x_Mk: torch.Tensor, weight: Exl3Weight, dense_kn: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """Apply RN((RN16(RN16(x suh) H) W H) svh + bias)."""
-    scaled = (x_Mk.float() * weight.suh.float()).half().float()
-    y_Mn = hadamard_128(hadamard_128(scaled).half().float() @ inner_weight(weight).float()) * weight.svh.float()
-    return (y_Mn if weight.bias is None else y_Mn + weight.bias.float()).to(out_dtype)
 
 
 def main() -> None:
@@ -49,8 +35,7 @@ def main() -> None:
     ids = [torch.tensor(context.ids.copy()).long() for context in tokens]
     with torch.no_grad():
         references = [source(context[None, :-1]).logits[0] for context in ids]
-        ROUTES["fp16-staged"] = dataclasses.replace(ROUTES["fp16-staged"], run=twice_rounded)
-        for name, what in (("base", "rows in FP32"), ("fp16-staged", "rows rounded to FP16 twice")):
+        for name, what in (("base", "rows in FP32"), ("rotated-fp16", "rows rounded to FP16 twice")):
             variant = resolve_variant(load_variant(name), "cpu")
             arm = load_arm(
                 open_checkpoint(folder / "exl3-mul1-4bpw"), variant, vocab_size=VOCABULARY, device=torch.device("cpu")

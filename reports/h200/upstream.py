@@ -1,6 +1,6 @@
 """Every EXL3 checkpoint that upstream's own converter wrote, against its BF16 source: one sealed record per checkpoint.
 
-python reports/h200/upstream.py CHECKPOINTS OUT [--device cuda] [--side-by-side 8]
+python reports/h200/upstream.py CHECKPOINTS OUT [--device cuda] [--variant rotated-fp16] [--side-by-side 8]
 python reports/h200/upstream.py --compare OUT_CPU OUT_CUDA
 
 CHECKPOINTS holds one folder per model, each with `bf16` and `exl3-*`.
@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("second", type=Path)
     parser.add_argument("--compare", action="store_true", help="both folders hold records")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--variant", default="base")
     parser.add_argument("--num-contexts", default="16")
     parser.add_argument("--side-by-side", type=int, default=1)
     options = parser.parse_args()
@@ -47,7 +48,8 @@ def measure(model: Path, options: argparse.Namespace) -> str:
     name = f"{model.parent.name} {model.name.removeprefix('exl3-')}"
     with tempfile.TemporaryDirectory() as folder:
         command = ["exl3eval", "kld", "--model", str(model), "--reference", str(model.parent / "bf16"), *LANES]
-        command += ["--num-contexts", options.num_contexts, "--device", options.device, "--out", f"{folder}/run"]
+        command += ["--variant", options.variant, "--num-contexts", options.num_contexts]
+        command += ["--device", options.device, "--out", f"{folder}/run"]
         done = subprocess.run([*command, "--quiet"], capture_output=True, text=True)
         print(f"{name}: exit {done.returncode}", flush=True)
         if done.returncode:
@@ -57,14 +59,15 @@ def measure(model: Path, options: argparse.Namespace) -> str:
     record = {
         "schema": "exl3eval/upstream-checkpoints/1",
         "identity": {key: receipts["prefill"]["identity"][key] for key in ("code", "device", "suite")},
-        "runs": {name: {lane: _headline(receipt) for lane, receipt in receipts.items()}},
+        "variant": options.variant,
+        "runs": {name: {lane: _headline(receipt, options.variant) for lane, receipt in receipts.items()}},
     }
     write_receipt(options.second / f"{name.replace(' ', '-')}.json", record)
     return ""
 
 
-def _headline(receipt: dict[str, Any]) -> dict[str, Any]:
-    arm, launches = receipt["results"]["arms"]["base"], receipt["identity"]["arms"]["base"]["launches"]
+def _headline(receipt: dict[str, Any], variant: str) -> dict[str, Any]:
+    arm, launches = receipt["results"]["arms"][variant], receipt["identity"]["arms"][variant]["launches"]
     return {
         "mean_kl": arm["kl"]["mean"],
         "interval": arm["kl"]["interval"],

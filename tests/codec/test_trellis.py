@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from exl3_kernels.codebook import codebook_values
 from exl3_kernels.hadamard import hadamard_128, hadamard_epilogue, hadamard_half
-from exl3_kernels.reconstruct import dense_weight, dense_weight_fp16_staged, linear_reference, linear_staged
+from exl3_kernels.reconstruct import (
+    dense_weight,
+    dense_weight_fp16_staged,
+    inner_weight,
+    linear_reference,
+    linear_rotated,
+    linear_staged,
+)
 from exl3_kernels.trellis import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -162,6 +170,20 @@ def linear(bits: int = 4, rows: int = 8, columns: int = 8) -> Exl3Weight:
     )
 
 
+def test_rotated_product_rounds_rows_after_the_scale_and_after_the_rotation_only():
+    generator = torch.Generator().manual_seed(2)
+    weight = replace(linear(), suh=(0.1 + torch.rand(128, generator=generator)).half(), bias=torch.full((128,), 0.5))
+    rows = torch.randn(5, 128, generator=generator)
+    halves = rows.half()
+    assert torch.equal(linear_rotated(halves, weight), linear_staged(halves, weight, accumulate=torch.float32))
+    assert not torch.equal(linear_rotated(rows, weight), linear_rotated(halves, weight))
+    rotated = hadamard_128((rows * weight.suh.float()).half().float()).half()
+    exact = hadamard_128(rotated.double() @ inner_weight(weight).double()) + 0.5
+    torch.testing.assert_close(linear_rotated(rows, weight).double(), exact, rtol=0, atol=1e-4)
+    once = hadamard_128(hadamard_128((rows * weight.suh.float()).double()) @ inner_weight(weight).double()) + 0.5
+    assert (linear_rotated(rows, weight) - once).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -180,6 +202,7 @@ def linear(bits: int = 4, rows: int = 8, columns: int = 8) -> Exl3Weight:
         (lambda: dense_weight_fp16_staged(linear(), "E"), "'E'"),
         (lambda: linear_reference(torch.zeros(1, 127), linear()), "127 features"),
         (lambda: linear_staged(torch.zeros(1, 128), linear()), "float32"),
+        (lambda: linear_rotated(torch.zeros(1, 64), linear()), "64 features"),
         (lambda: linear_staged(torch.zeros(1, 128).half(), linear(), out_dtype=torch.bfloat16), "bfloat16"),
     ],
 )

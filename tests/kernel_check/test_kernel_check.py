@@ -133,7 +133,7 @@ def test_a_property_that_raises_has_failed():
 
 
 # ------------------------------------------------------------------------------------------------ sound routes
-@pytest.mark.parametrize("name", ["reference", "fp16-staged"])
+@pytest.mark.parametrize("name", ["reference", "fp16-staged", "rotated-fp16"])
 @pytest.mark.parametrize("check", [p.check for p in PROPERTIES if p.name not in ("two processes", "faults are caught")])
 def test_sound_routes_pass(name, check):
     assert status(check, route(name)) != "fail"
