@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test setup check unit wheel vllm gpu clean
+.PHONY: demo test setup check unit interpreter wheel vllm gpu clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,8 +20,8 @@ setup: $(VENV)/.ready
 demo: setup
 	$(BIN)/exl3eval kld --variant int8-embed
 
-# Everything CI checks, the unit tests last.
-test: check unit
+# Everything CI checks, the tests last.
+test: check interpreter unit
 
 check: setup
 	$(BIN)/ruff check .
@@ -30,6 +30,10 @@ check: setup
 
 unit: setup
 	$(BIN)/pytest -n 2 -m 'not gpu and not slow and not vllm'
+
+# The Triton kernels on a CPU, one program after the other.
+interpreter: setup
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m interpreter tests/codec/test_triton.py
 
 # The plugin and the engine in a real vLLM, in an environment of its own.
 vllm: setup

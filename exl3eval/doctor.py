@@ -47,6 +47,7 @@ def examine_machine(settings: Settings) -> list[Check]:
         _package("ray", required=False, extra="ray"),
         _package("matplotlib", required=False, extra="report"),
         _gpu(),
+        _kernels(),
         _hub_kernels(),
         _bundled(),
         _suite(),
@@ -76,6 +77,23 @@ def _gpu() -> Check:
         required=False,
         finding=f"{properties.name}, compute capability {properties.major}.{properties.minor}, {memory:.0f} GiB",
     )
+
+
+def _kernels() -> Check:
+    """Say which kernels serve EXL3 weights: CUDA where nvcc is, else Triton, on a CPU the reference codec."""
+    import torch
+
+    from exl3_kernels.cuda import unavailable
+    from exl3_kernels.portable import installed
+
+    if not torch.cuda.is_available():
+        return Check(name="kernels", ok=True, required=False, finding="the reference codec, on the CPU")
+    missing = unavailable(torch.device("cuda", 0))
+    if not missing:
+        return Check(name="kernels", ok=True, required=False, finding="CUDA, compiled by nvcc at the first use")
+    if installed():
+        return Check(name="kernels", ok=True, required=False, finding=f"the slower routes in Triton: {missing}")
+    return Check(name="kernels", ok=False, required=False, finding=f"{missing}: pip install 'exl3eval[cuda]'")
 
 
 def _hub_kernels() -> Check:

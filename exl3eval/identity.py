@@ -82,7 +82,7 @@ def device_identity(device: Any) -> dict[str, Any]:
             "compute_capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
             "driver": _driver_version(),
-            "kernels": _built_kernels(device),
+            "kernels": built_kernels(device),
         }
     return {
         "type": "cpu",
@@ -92,7 +92,7 @@ def device_identity(device: Any) -> dict[str, Any]:
     }
 
 
-def _built_kernels(device: Any) -> dict[str, str] | None:
+def built_kernels(device: Any) -> dict[str, str] | None:
     """Digest the CUDA library that arms load: what ran, not what its sources say; None where it cannot be built."""
     from exl3_kernels.cuda import load_library, unavailable
 

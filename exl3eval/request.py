@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
+from exl3_kernels.dispatch import measured_on
 from exl3eval.bundled import bundled_model
 from exl3eval.checkpoint.directory import Checkpoint, open_checkpoint
 from exl3eval.engine.device import resolve_device
@@ -261,6 +260,5 @@ def decode_rows(model: Path | None, variants: Iterable[str], device_name: str) -
     """
     device = resolve_device(device_name)
     checkpoint = open_checkpoint(model or bundled_model("exl3"))
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    resolved = [resolve_variant(load_variant(name), device.type, gpu=gpu) for name in variants]
+    resolved = [resolve_variant(load_variant(name), device.type, measured=measured_on(device)) for name in variants]
     return threshold_rows(d for variant in resolved for d in dispatches_of(checkpoint, variant.linear, device))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from exl3_kernels.dispatch import measured_on
 from exl3eval.arm import ArmSpec
 from exl3eval.checkpoint.directory import Checkpoint
 from exl3eval.checkpoint.load import checkpoint_digest
@@ -75,8 +76,8 @@ def run_kld(request: KldRequest, *, settings: Settings, reporter: Reporter) -> l
     if request.engine == TRANSFORMERS:
         start_server()
     variants = {name: load_variant(name) for name in dict.fromkeys((request.baseline, request.variant))}
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    resolved = {name: resolve_variant(variant, device.type, gpu=gpu) for name, variant in variants.items()}
+    measured = measured_on(device)
+    resolved = {name: resolve_variant(variant, device.type, measured=measured) for name, variant in variants.items()}
     check_lanes(request, variants.values())
     check_engine(request, variants.values(), device.type)
     model, reference = open_models(request)

@@ -218,7 +218,7 @@ def _compose(parts: list[Variant]) -> Variant:
     return replace(base, **changes)
 
 
-def resolve_variant(variant: Variant, device_type: str, *, gpu: str | None = None) -> Variant:
+def resolve_variant(variant: Variant, device_type: str, *, measured: str = "") -> Variant:
     """Fill what the variant leaves to the device, and check the dispatch.
 
     Parameters
@@ -227,8 +227,8 @@ def resolve_variant(variant: Variant, device_type: str, *, gpu: str | None = Non
         As declared.
     device_type : str
         `cpu` or `cuda`.
-    gpu : str or None
-        Name of the GPU, whose table of crossovers `measured` means; the resolution names the table by its digest.
+    measured : str
+        What `measured` means on the GPU, see `exl3_kernels.dispatch.measured_on`; the resolution names it.
 
     Raises
     ------
@@ -245,10 +245,7 @@ def resolve_variant(variant: Variant, device_type: str, *, gpu: str | None = Non
             raise UsageError(
                 f"variant {variant.name!r}: `linear` is {MEASURED!r}, which needs a GPU", hint="use --device cuda"
             )
-        from exl3_kernels.dispatch import shipped_table
-
-        table = shipped_table(gpu or "")
-        return replace(resolved, linear=f"{MEASURED}:{table.sha256[:16] if table else 'unmeasured-gpu'}")
+        return replace(resolved, linear=f"{MEASURED}:{measured}")
     from exl3_kernels.linear import parse_dispatch
 
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from exl3_kernels.dispatch import dispatch_for
+from exl3_kernels.dispatch import dispatch_on
 from exl3_kernels.experts import Exl3Experts, Expert
 from exl3_kernels.linear import Exl3Linear, FusedExl3Linear, SummedExl3Linear
 from exl3_kernels.routes import ROUTES, parse_dispatch
@@ -74,8 +74,7 @@ class Placement:
     def _dispatch_of(self, weight: Exl3Weight) -> str:
         if not self.dispatch.startswith(MEASURED):
             return self.dispatch
-        gpu = torch.cuda.get_device_name(self.device)
-        return dispatch_for(gpu, weight.in_features, weight.out_features, weight.bits)
+        return dispatch_on(self.device, weight.in_features, weight.out_features, weight.bits)
 
 
 def check_routes(checkpoint: Checkpoint, dispatch: str, device: torch.device) -> None:
@@ -109,8 +108,7 @@ def dispatches_of(checkpoint: Checkpoint, dispatch: str, device: torch.device) -
     """Return every dispatch that the modules of a checkpoint get: one, or those of the GPU's table."""
     if not dispatch.startswith(MEASURED):
         return {dispatch}
-    gpu = torch.cuda.get_device_name(device)
-    return {dispatch_for(gpu, m.in_features, m.out_features, m.bits) for m in checkpoint.modules.values()}
+    return {dispatch_on(device, m.in_features, m.out_features, m.bits) for m in checkpoint.modules.values()}
 
 
 def model_name(name: str) -> str:

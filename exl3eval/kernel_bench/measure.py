@@ -11,9 +11,9 @@ import torch
 from exl3_kernels import gpu_routes  # noqa: F401  registers the routes
 from exl3_kernels.cuda import load_library
 from exl3_kernels.decode import DECODE, multiprocessors
-from exl3_kernels.prefill import release_workspaces, workspace_bytes
 from exl3_kernels.routes import ROUTES
 from exl3_kernels.weight import BLOCK, MULTIPLIERS, Exl3Weight
+from exl3_kernels.workspace import release_workspaces, workspace_bytes
 from exl3eval.kernel_bench.geometry import Geometry
 from exl3eval.kernel_bench.timing import Contestant, Timing, capture, time_interleaved
 

@@ -92,19 +92,12 @@ def _device(name: str) -> torch.device:
 
 
 def _identity(device: torch.device) -> dict[str, Any]:
-    from exl3_kernels.cuda import load_library
-    from exl3eval.identity import code_identity, device_identity
+    from exl3eval.identity import built_kernels, code_identity, device_identity
 
-    library = load_library(device) if device.type == "cuda" else None
     return {
         "code": code_identity(),
         "device": device_identity(device),
-        "kernels": library
-        and {
-            "architecture": library.architecture,
-            "source_sha256": library.source_sha256,
-            "binary_sha256": library.binary_sha256,
-        },
+        "kernels": built_kernels(device) if device.type == "cuda" else None,
     }
 
 

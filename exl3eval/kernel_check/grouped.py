@@ -29,7 +29,6 @@ EXPERTS = ((4, "mcg"), (3, "mul1"), (6, "mcg"), (4, "3inst"), (5, "mul1"))
 NOBODYS_EXPERT = 2
 GROUPED = ("grouped-decode", "grouped-prefill")
 LARGEST_RELATIVE = 1e-3
-TRIALS = 20
 PLANS = ((1, 1, 8), (7, 3, 8), (300, 8, 32), (2000, 8, 64))  # tokens, slots, rows of an item
 
 
@@ -162,7 +161,7 @@ def experts_wrong_weight(subject: Subject, scope: Scope) -> Evidence | Skipped:
     layers = _layers(subject)
     for layer in layers:
         exact, before = _exact(layer, subject), layer.run()
-        for _ in range(TRIALS):
+        for _ in range(scope.expert_flips):
             expert = int(layer.ids.flatten()[torch.randint(0, layer.ids.numel(), (1,), generator=g)])
             projection = ("gate", "up", "down")[int(torch.randint(0, 3, (1,), generator=g))]
             linear = layer.module.get_submodule(f"{projection}.{expert}")
@@ -177,8 +176,8 @@ def experts_wrong_weight(subject: Subject, scope: Scope) -> Evidence | Skipped:
             moved += count_differing(layer.run()[~hit], before[~hit])
             words[at] ^= bit
     return Evidence(
-        checked=f"{TRIALS} flipped bits each by {_names(layers)}",
-        cases=TRIALS * len(layers),
+        checked=f"{scope.expert_flips} flipped bits each by {_names(layers)}",
+        cases=scope.expert_flips * len(layers),
         worst=missed + moved,
         measure="flips missed and values of other tokens changed",
     )

@@ -19,6 +19,7 @@ from exl3eval.kernel_check.subject import Scope, Subject, subjects_on
 NEEDS_GPU = Skipped(reason="a property of CUDA launches")
 GRAPH_ROWS = (1, 2, 4, 8, 16, 128)
 REPEATED = (1024, 768, 4, "mul1")
+REPEATED_ON_CPU = (256, 128, 4, "mul1")
 POISON = 0xFF  # NaN in every float type
 CANARY = 0xA5
 POISONED_SIZES = (8 << 20, 2 << 20, (1 << 20) + 512, 1 << 20, 128 << 10, 16 << 10, 2 << 10, 512)  # 512 is the least
@@ -265,7 +266,8 @@ def _captures(subject: Subject) -> bool:
 
 
 def _repeated_weight(subject: Subject) -> Exl3Weight:
-    return make_weight(*REPEATED, device=subject.device, bias=torch.float16)
+    shape = REPEATED if subject.device.type == "cuda" else REPEATED_ON_CPU
+    return make_weight(*shape, device=subject.device, bias=torch.float16)
 
 
 def _operands(weight: Exl3Weight) -> list[torch.Tensor]:

@@ -65,7 +65,7 @@ def dtype_matrix(subject: Subject, scope: Scope) -> Evidence | Skipped:
     worst, cases = 0.0, 0
     for bias in (None, *DTYPES):
         weight = make_weight(k, n, bits, codebook, device=subject.device, bias=bias)
-        for rows in subject.rows((1, 5, 16, 33, 130), weight):
+        for rows in subject.rows(scope.typed_rows, weight):
             x = make_rows(rows, k, device=subject.device).bfloat16()  # eight bits: exact in all three types
             expected = subject.run(x.half(), weight, torch.float32)
             for given in DTYPES:

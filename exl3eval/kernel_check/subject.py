@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
 
 from exl3_kernels import gpu_routes, linear  # noqa: F401  these register the routes
+from exl3_kernels.portable import interpreted
 from exl3_kernels.routes import ROUTES, Route
 from exl3_kernels.weight import CODEBOOKS, Exl3Weight
 from exl3eval.errors import UsageError
@@ -61,6 +62,9 @@ TRAITS = {
     "prefill-half": Traits(arithmetic="half16", rounds_once=False, specialised=True),
     "fp8-prefill": Traits(arithmetic="e4m3", specialised=True),
     "fp8-prefill-tensor": Traits(arithmetic="e4m3", specialised=True),
+    # Interpreted, its products are numpy's, whose sums may depend on a row's place.
+    "triton-decode": Traits(row_bits=not interpreted(), specialised=True),
+    "triton-reconstruct": Traits(specialised=True),
     "exllamav3": Traits(rounds_once=False, specialised=True),
     "exllamav3-int8": Traits(arithmetic="e4m3", specialised=True),
     "exllamav3-reconstruct": Traits(rounds_once=False, specialised=True),
@@ -118,6 +122,10 @@ class Scope:
         Each compared with the same rows in one call of `whole_rows`.
     repeats : int
         Of the same call.
+    expert_flips : int
+        Flipped bits of routed experts that must be seen.
+    typed_rows : tuple of int
+        Row counts at which every combination of types is tried.
     """
 
     one_hot: tuple[int, int]
@@ -131,6 +139,8 @@ class Scope:
     edge_rows: tuple[int, ...]
     whole_rows: int
     repeats: int
+    expert_flips: int = 20
+    typed_rows: tuple[int, ...] = (1, 5, 16, 33, 130)
 
 
 SHAPES: tuple[Shape, ...] = (
@@ -192,12 +202,26 @@ QUICK_CPU = Scope(
     whole_rows=40,
     repeats=5,
 )
+INTERPRETED = replace(
+    QUICK_CPU,
+    one_hot_rows=(100,),
+    bits=tuple(range(1, 9)),
+    shapes=((128, 256, 3, "3inst"), (256, 128, 6, "mul1")),
+    rows=(1, 2, 17, 65),
+    edge_rows=(63, 64),
+    whole_rows=66,
+    repeats=2,
+    expert_flips=2,
+    typed_rows=(1, 65),
+)
 
 
 def scope_of(device: torch.device, *, quick: bool) -> Scope:
-    """Return how far to go on a device."""
+    """Return how far to go on a device; not far where Triton interprets its kernels, one program after the other."""
     if device.type == "cuda":
         return QUICK_GPU if quick else FULL_GPU
+    if interpreted():
+        return replace(INTERPRETED, bits=QUICK_CPU.bits, shapes=INTERPRETED.shapes[:1]) if quick else INTERPRETED
     return QUICK_CPU if quick else FULL_CPU
 
 

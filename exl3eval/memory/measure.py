@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from exl3_kernels.dispatch import measured_on
 from exl3_kernels.embedding import Int8Embedding
-from exl3_kernels.prefill import release_workspaces, workspace_bytes
 from exl3_kernels.routes import Launch, read_launches, reset_launches
+from exl3_kernels.workspace import release_workspaces, workspace_bytes
 from exl3eval.bundled import bundled_model
 from exl3eval.checkpoint.directory import Checkpoint, open_checkpoint
 from exl3eval.checkpoint.load import checkpoint_digest
@@ -183,8 +184,7 @@ def resolve_stored(name: str, activations: str | None, device: torch.device) -> 
             f"variant `{declared.name}` quantizes the 16-bit model at load",
             hint="make the EXL3 directory with `exl3eval quantize` and measure that",
         )
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return declared, resolve_variant(declared, device.type, gpu=gpu)
+    return declared, resolve_variant(declared, device.type, measured=measured_on(device))
 
 
 def _measure(request: MemoryRequest, device: torch.device, budget: Budget | None, reporter: Reporter) -> MemoryRun:

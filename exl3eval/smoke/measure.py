@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from exl3_kernels.dispatch import measured_on
 from exl3_kernels.routes import Launch, read_launches, reset_launches
 from exl3eval.arm import check_routes_ran
 from exl3eval.checkpoint.directory import Checkpoint
@@ -205,7 +206,6 @@ def run_smoke(request: SmokeRequest, *, cache_dir: Path, num_threads: int, repor
 
 def _specs(models: KldRequest, model: Checkpoint, reference: Checkpoint, device: torch.device) -> list[_Spec]:
     """List reference, baseline and variant; a variant that is the baseline is judged against the reference alone."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     bf16 = reference_variant(REFERENCE, models.reference_precision)
     specs = [_Spec(name=REFERENCE, checkpoint=reference, declared=bf16, resolved=bf16)]
     for name in dict.fromkeys((models.baseline, models.variant)):
@@ -215,7 +215,7 @@ def _specs(models: KldRequest, model: Checkpoint, reference: Checkpoint, device:
                 f"variant `{declared.name}` replays graphs or quantizes at load",
                 hint="the smoke test decodes stored models step by step: use `exl3eval kld --lane decode`",
             )
-        resolved = resolve_variant(declared, device.type, gpu=gpu)
+        resolved = resolve_variant(declared, device.type, measured=measured_on(device))
         check_routes(model, resolved.linear, device)
         specs.append(_Spec(name=declared.name, checkpoint=model, declared=declared, resolved=resolved))
     return specs

@@ -1,8 +1,9 @@
 """Which route serves how many rows: measured crossovers, one table per GPU, read as data.
 
 A table is a TOML file that `exl3eval kernels tune` writes. It is looked up when a model is loaded and never during a
-run: what travels into the op is the dispatch string of `exl3_kernels.routes`, so the choice is part of a run's
-identity and no timing happens while scoring.
+run. Where no CUDA kernel can be built, the routes in Triton serve every row count instead. What travels into the op is
+the dispatch string of `exl3_kernels.routes`, so the choice is part of a run's identity and no timing happens while
+scoring.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import pairwise
 
+import torch
+
+from exl3_kernels.cuda import unavailable
+
 SCHEMA = "exl3_kernels/dispatch/1"
 UNMEASURED = "1-16:decode-gemm,17-128:shared-decode,129-:prefill-reconstruct"
+PORTABLE = "1-32:triton-decode,33-:triton-reconstruct"
 WORTH_SWITCHING = 0.02
 
 
@@ -93,6 +99,26 @@ def dispatch_for(gpu: str, in_features: int, out_features: int, bits: int, table
     """Return the dispatch of a weight on a GPU: by the given table, else the shipped one, else `UNMEASURED`."""
     table = table or shipped_table(gpu)
     return UNMEASURED if table is None else table.dispatch_for(in_features, out_features, bits)
+
+
+def dispatch_on(device: torch.device, in_features: int, out_features: int, bits: int) -> str:
+    """Return the dispatch of a weight on a GPU: `dispatch_for`, or `PORTABLE` where no CUDA kernel can be built."""
+    if unavailable(device):
+        return PORTABLE
+    return dispatch_for(torch.cuda.get_device_name(device), in_features, out_features, bits)
+
+
+def measured_on(device: torch.device) -> str:
+    """Name what `dispatch_on` goes by, for a run's identity: a table's digest, `unmeasured-gpu` or `portable`.
+
+    Empty on a CPU, where nothing is measured.
+    """
+    if device.type != "cuda":
+        return ""
+    if unavailable(device):
+        return "portable"
+    table = shipped_table(torch.cuda.get_device_name(device))
+    return table.sha256[:16] if table else "unmeasured-gpu"
 
 
 def choose_dispatch(times: Mapping[int, Mapping[str, float]]) -> str:

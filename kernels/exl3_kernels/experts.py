@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from exl3_kernels.dispatch import dispatch_for
+from exl3_kernels.dispatch import dispatch_on
 from exl3_kernels.grouped import (
     ExpertTable,
     build_table,
@@ -310,14 +310,14 @@ def _weight(linear: Exl3Linear) -> Exl3Weight:
 
 def _follows_measured(experts: list[Expert]) -> bool:
     """Return whether every projection's dispatch is the one that its GPU's table gives its shape."""
-    gpu = torch.cuda.get_device_name(experts[0].gate.trellis.device)
+    device = experts[0].gate.trellis.device
     given = {
         (weight.in_features, weight.out_features, weight.bits, linear.dispatch)
         for expert in experts
         for linear in expert
         for weight in (_weight(linear),)
     }
-    return all(dispatch_for(gpu, k, n, bits) == dispatch for k, n, bits, dispatch in given)
+    return all(dispatch_on(device, k, n, bits) == dispatch for k, n, bits, dispatch in given)
 
 
 def _is_silu(activation: Callable[[torch.Tensor], torch.Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""The routes that NVIDIA GPUs add: importing this registers them, nothing is compiled before the first launch."""
+"""The routes that CUDA and Triton kernels add: importing this registers them, nothing is compiled before a launch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 from exl3_kernels.decode import DECODE_ROWS, decode_gemm, rejects_wide, shared_decode_gemm, wide_decode_gemm
 from exl3_kernels.operands import rejects
+from exl3_kernels.portable import interpreted, rejects_triton, triton_decode, triton_reconstruct
 from exl3_kernels.prefill import prefill_fp8, prefill_fused, prefill_half, prefill_reconstruct
 from exl3_kernels.routes import Route, register_route
-from exl3_kernels.selfcheck import check_kernels
+from exl3_kernels.selfcheck import CUDA, TRITON, Provider, check_kernels
 from exl3_kernels.weight import Exl3Weight
 
 FP8_CAPABILITY = (8, 9)
@@ -19,6 +20,10 @@ Linear = Callable[[torch.Tensor, Exl3Weight, torch.dtype], torch.Tensor]
 
 def _rejects_any_rows(weight: Exl3Weight, rows: int, device_type: str) -> str:
     return rejects(weight, device_type)
+
+
+def _rejects_without_triton(weight: Exl3Weight, rows: int, device_type: str) -> str:
+    return rejects_triton(weight, device_type)
 
 
 def _rejects_many_rows(weight: Exl3Weight, rows: int, device_type: str) -> str:
@@ -42,12 +47,18 @@ def _rejects_without_fp8(weight: Exl3Weight, rows: int, device_type: str) -> str
     return ""
 
 
-def _register(name: str, doc: str, linear: Linear, rejects_rows: Callable[[Exl3Weight, int, str], str]) -> None:
+def _register(
+    name: str,
+    doc: str,
+    linear: Linear,
+    rejects_rows: Callable[[Exl3Weight, int, str], str],
+    provider: Provider = CUDA,
+) -> None:
     def run(
         x_Mk: torch.Tensor, weight: Exl3Weight, dense_kn: torch.Tensor | None, out_dtype: torch.dtype
     ) -> torch.Tensor:
-        if weight.trellis.is_cuda:
-            check_kernels(weight.trellis.device, weight.bits, weight.codebook)
+        if weight.trellis.is_cuda or (provider is TRITON and interpreted()):
+            check_kernels(weight.trellis.device, weight.bits, weight.codebook, provider)
         return linear(x_Mk, weight, out_dtype)
 
     register_route(Route(name=name, doc=doc, rejects=rejects_rows, run=run))
@@ -100,4 +111,18 @@ _register(
     "E4M3 weights and rows with one scale each, bfloat16 products; much less exact, for comparison.",
     lambda x_Mk, weight, out_dtype: prefill_fp8(x_Mk, weight, out_dtype, scaling="tensor"),
     _rejects_without_fp8,
+)
+_register(
+    "triton-decode",
+    "Any rows, 16 per decoding of the weights, in Triton: decode-gemm's arithmetic, fp32 sums in another order.",
+    triton_decode,
+    _rejects_without_triton,
+    TRITON,
+)
+_register(
+    "triton-reconstruct",
+    "Float16 rotated rows times the exact inner matrix in a workspace, in Triton: torch's product with fp32 sums.",
+    triton_reconstruct,
+    _rejects_without_triton,
+    TRITON,
 )

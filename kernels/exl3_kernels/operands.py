@@ -1,6 +1,9 @@
-"""What the CUDA kernels ask of their operands, and of the calls that come before a graph capture."""
+"""What the kernels ask of their operands, and of the calls that come before a graph capture."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -14,9 +17,16 @@ _launched: set[tuple[object, ...]] = set()
 
 
 def rejects(weight: Exl3Weight, device_type: str) -> str:
-    """Return why the kernels cannot serve this weight, empty if they can."""
+    """Return why the CUDA kernels cannot serve this weight, empty if they can."""
     if device_type != "cuda":
         return f"needs a CUDA device, the weight is on {device_type}"
+    if reason := rejects_operands(weight):
+        return reason
+    return unavailable(weight.trellis.device) if weight.trellis.is_cuda else ""
+
+
+def rejects_operands(weight: Exl3Weight) -> str:
+    """Return what in a weight no kernel serves, whatever the device; empty if nothing."""
     if weight.multiplier != MULTIPLIERS[weight.codebook]:
         return f"{weight.codebook} multiplier 0x{weight.multiplier:08X} is not the usual one, which the kernels assume"
     if weight.in_features % BLOCK or weight.out_features % BLOCK:
@@ -27,10 +37,15 @@ def rejects(weight: Exl3Weight, device_type: str) -> str:
         operand: torch.Tensor | None = getattr(weight, name)
         if operand is not None and not (operand.is_contiguous() and operand.data_ptr() % ALIGNMENT == 0):
             return f"{name} is not contiguous and aligned to {ALIGNMENT} bytes"
-    return unavailable(weight.trellis.device) if weight.trellis.is_cuda else ""
+    return ""
 
 
-def prepare_rows(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype) -> torch.Tensor:
+def prepare_rows(
+    x_Mk: torch.Tensor,
+    weight: Exl3Weight,
+    out_dtype: torch.dtype,
+    rejects_weight: Callable[[Exl3Weight, str], str] = rejects,
+) -> torch.Tensor:
     """Return the rows, copied if their stride or address does not suit the kernels' wide loads.
 
     Raises
@@ -38,8 +53,8 @@ def prepare_rows(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype)
     ValueError
         If the weight, the rows or the output type is not what the kernels serve.
     """
-    if reason := rejects(weight, weight.trellis.device.type):
-        raise ValueError(f"the CUDA kernels cannot serve this weight: {reason}")
+    if reason := rejects_weight(weight, weight.trellis.device.type):
+        raise ValueError(f"the kernels cannot serve this weight: {reason}")
     if (
         x_Mk.dim() != 2
         or x_Mk.shape[0] == 0
@@ -70,6 +85,11 @@ def require_primed(what: str, *key: object) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"the first {what} launch is inside a graph capture: run the linear once before capturing")
     _launched.add((what, *key))
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one; a CPU needs nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def bias_operand(bias: torch.Tensor | None) -> tuple[int | None, int]:

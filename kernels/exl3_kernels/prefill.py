@@ -10,7 +10,6 @@ A slice is whole 128-column blocks, stored transposed, [columns, k].
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -20,17 +19,12 @@ import torch
 from exl3_kernels.cuda import load_library
 from exl3_kernels.decode import OVERLAP
 from exl3_kernels.operands import DTYPES, bias_operand, prepare_rows, require_primed
-from exl3_kernels.weight import BLOCK, CODEBOOKS, Exl3Weight
+from exl3_kernels.weight import CODEBOOKS, Exl3Weight
+from exl3_kernels.workspace import LOCK, slice_width, workspace
 
 Kind = Literal["inner", "original", "e4m3", "outputs", "inputs"]
 KINDS: tuple[Kind, ...] = ("inner", "original", "e4m3", "outputs", "inputs")
-WORKSPACE_BYTES = 256 << 20
 LARGEST_E4M3 = 448.0
-
-_workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
-# Held from the rotation to the last slice: two threads on one stream would overwrite each other's weights between a
-# reconstruction and its product; and one that starts beside the launch before it must not find a product there.
-_workspace_lock = threading.RLock()
 
 
 def prefill_reconstruct(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +54,7 @@ def prefill_reconstruct(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch
     x_Mk = prepare_rows(x_Mk, weight, out_dtype)
     _require_primed("prefill-reconstruct", x_Mk, weight, out_dtype)
     y_Mn = torch.empty(x_Mk.shape[0], weight.out_features, dtype=out_dtype, device=x_Mk.device)
-    with torch.cuda.device(x_Mk.device), _workspace_lock:
+    with torch.cuda.device(x_Mk.device), LOCK:
         rotated_Mk = _rotate(x_Mk, weight)
         for columns, inner_nk in weight_slices(weight, "inner", after_rotation=True):
             sums = torch.mm(rotated_Mk, inner_nk.t(), out_dtype=torch.float32)
@@ -78,7 +72,7 @@ def prefill_half(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype)
     x_Mk = prepare_rows(x_Mk, weight, out_dtype)
     _require_primed("prefill-half", x_Mk, weight, out_dtype)
     y_Mn = torch.empty(x_Mk.shape[0], weight.out_features, dtype=out_dtype, device=x_Mk.device)
-    with torch.cuda.device(x_Mk.device), _full_precision_reduction(), _workspace_lock:
+    with torch.cuda.device(x_Mk.device), _full_precision_reduction(), LOCK:
         if rotates_rows(weight):
             rotated_Mk = _rotate(x_Mk, weight)
             for columns, weight_nk in weight_slices(weight, "outputs", after_rotation=True):
@@ -184,8 +178,8 @@ def weight_slices(
     k, n, dtype = weight.in_features, weight.out_features, torch.float8_e4m3fn if kind == "e4m3" else torch.float16
     width = slice_width(k, n, dtype.itemsize)
     svh = weight.svh if svh is None else svh
-    with _workspace_lock:
-        buffer = _workspace(device, k * width * dtype.itemsize).view(dtype)
+    with LOCK:
+        buffer = workspace(device, k * width * dtype.itemsize).view(dtype)
         for first in range(0, n, width):
             columns = slice(first, min(first + width, n))
             out_nk = buffer[: (columns.stop - first) * k].view(-1, k)
@@ -196,34 +190,6 @@ def weight_slices(
                 torch.cuda.current_stream().cuda_stream,
             )  # fmt: skip
             yield columns, out_nk
-
-
-def slice_width(k: int, n: int, item_bytes: int) -> int:
-    """Return the columns of a slice: multiples of 128, slices of about equal width that fit the workspace."""
-    blocks = n // BLOCK
-    most = max(1, WORKSPACE_BYTES // (k * BLOCK * item_bytes))
-    slices = -(-blocks // most)
-    return -(-blocks // slices) * BLOCK
-
-
-def _workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
-    """Return at least `num_bytes` of this stream's buffer, allocated once; inside a capture the graph owns its own."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _workspaces or _workspaces[key].numel() < num_bytes:
-        _workspaces[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return _workspaces[key]
-
-
-def workspace_bytes() -> int:
-    """Return the memory that the workspaces of this process hold."""
-    return sum(buffer.numel() for buffer in _workspaces.values())
-
-
-def release_workspaces() -> None:
-    """Give the workspaces back to the caching allocator; the next prefill allocates again."""
-    _workspaces.clear()
 
 
 def _rotate(x_Mk: torch.Tensor, weight: Exl3Weight) -> torch.Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from exl3_kernels.dispatch import dispatch_for
+from exl3_kernels.dispatch import dispatch_on
 from exl3_kernels.weight import Exl3Weight
 from exl3_vllm.settings import AUTO, MEASURED, ServedVariant
 
@@ -27,5 +25,4 @@ def resolve_dispatch(variant: ServedVariant, weight: Exl3Weight) -> str:
         return linear
     if device.type != "cuda":
         raise ValueError(f"`linear` is {MEASURED!r}, which needs a GPU: the weight is on {device.type}")
-    gpu = torch.cuda.get_device_name(device)
-    return dispatch_for(gpu, weight.in_features, weight.out_features, weight.bits)
+    return dispatch_on(device, weight.in_features, weight.out_features, weight.bits)

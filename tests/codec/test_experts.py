@@ -199,8 +199,7 @@ def test_silu_is_told_by_its_values(activation):
 def on_gpu(experts, monkeypatch, activation=silu, **given):
     """Build a layer as if its tensors were on a GPU with a known table."""
     monkeypatch.setattr(experts_module, "rejects_experts", lambda w, device: grouped.rejects_experts(w, "cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(experts_module, "dispatch_for", lambda gpu, k, n, bits: "1-:reference")
+    monkeypatch.setattr(experts_module, "dispatch_on", lambda device, k, n, bits: "1-:reference")
     return Exl3Experts(experts, activation=activation, **given)
 
 

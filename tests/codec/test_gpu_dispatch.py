@@ -13,9 +13,9 @@ from exl3_kernels.dispatch import (
     render_table,
     shipped_table,
 )
-from exl3_kernels.prefill import WORKSPACE_BYTES, slice_width
 from exl3_kernels.routes import ROUTES, parse_dispatch
 from exl3_kernels.weight import MULTIPLIERS, Exl3Weight
+from exl3_kernels.workspace import WORKSPACE_BYTES, slice_width
 
 GPU_ROUTES = (
     "decode-gemm",

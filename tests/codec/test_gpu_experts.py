@@ -234,12 +234,11 @@ def test_every_kind_of_projection_is_counted_under_the_route(mixed):
 
 
 def test_a_layer_that_follows_the_measured_dispatch_is_grouped(mixed):
-    from exl3_kernels.dispatch import dispatch_for
+    from exl3_kernels.dispatch import dispatch_on
 
-    gpu = torch.cuda.get_device_name(GPU)
     for expert in mixed:
         for linear in expert:
-            linear.dispatch = dispatch_for(gpu, linear.in_features, linear.out_features, linear.trellis.shape[2] // 16)
+            linear.dispatch = dispatch_on(GPU, linear.in_features, linear.out_features, linear.trellis.shape[2] // 16)
     assert "grouped-decode" in Exl3Experts(mixed, activation=silu).dispatch
     mixed[0].gate.dispatch = "1-:fp16-staged"
     assert Exl3Experts(mixed, activation=silu).dispatch == "1-:experts-loop"

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from exl3_kernels import gpu_routes, prefill, selfcheck  # noqa: F401  registers the routes
+from exl3_kernels import gpu_routes, selfcheck, workspace  # noqa: F401  registers the routes
 from exl3_kernels.decode import decode_gemm, rejects_wide, shared_decode_gemm, wide_decode_gemm
 from exl3_kernels.hadamard import hadamard_128, hadamard_half
 from exl3_kernels.prefill import prefill_fp8, prefill_fused, prefill_half, prefill_reconstruct, weight_slices
@@ -200,7 +200,7 @@ def test_slices_give_the_result_of_the_whole(linear, monkeypatch):
     shape = SHAPES[1]
     weight, x = on_gpu(make_weight(*shape)), make_rows(64, shape[0]).cuda()
     expected = linear(x, weight, torch.float32).cpu().double()
-    monkeypatch.setattr(prefill, "WORKSPACE_BYTES", 3 * 128 * shape[0] * 2)
+    monkeypatch.setattr(workspace, "WORKSPACE_BYTES", 3 * 128 * shape[0] * 2)
     assert relative(linear(x, weight, torch.float32), expected) < 5e-6
 
 
@@ -274,8 +274,8 @@ def test_the_self_check_passes_and_refuses_a_wrong_codebook(bits, codebook, monk
 def test_the_workspace_is_allocated_once():
     weight, x = on_gpu(make_weight(*SHAPES[0])), make_rows(64, SHAPES[0][0]).cuda()
     prefill_reconstruct(x, weight, torch.float16)
-    held = prefill.workspace_bytes()
+    held = workspace.workspace_bytes()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     prefill_reconstruct(x, weight, torch.float16)
-    assert prefill.workspace_bytes() == held > 0
+    assert workspace.workspace_bytes() == held > 0
     assert torch.cuda.memory_stats()["allocation.all.allocated"] - before <= 4

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from exl3_kernels import routes
+from exl3_kernels.dispatch import measured_on
 from exl3_kernels.routes import bucket_rows, read_launches, reset_launches
 from exl3eval.checkpoint.directory import open_checkpoint
 from exl3eval.engine.lanes import Lane
@@ -22,12 +23,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["base", "int8-embed"])
-def test_a_gpu_arm_agrees_with_the_cpu_arm(name: str) -> None:
+@pytest.mark.parametrize(
+    ("on_cpu", "on_gpu"),
+    [("base", "base"), ("int8-embed", "int8-embed"), ("rotated-fp16", "base"), ("rotated-fp16", "triton")],
+)
+def test_a_gpu_arm_agrees_with_the_cpu_arm(on_cpu: str, on_gpu: str) -> None:
     checkpoint = open_checkpoint(DATA / "exl3-mcg-5bpw")
     ids = load_file(DATA / "exl3-mcg-5bpw" / "upstream_logits.safetensors")["input_ids"][0]
     logits = {}
-    for kind in ("cpu", "cuda"):
+    for kind, name in (("cpu", on_cpu), ("cuda", on_gpu)):
         device = torch.device(kind)
         arm = load_arm(checkpoint, resolve_variant(load_variant(name), kind), vocab_size=1024, device=device)
         hidden = arm.hidden_states(ids)
@@ -50,14 +54,17 @@ def test_scoring_on_a_gpu_equals_scoring_on_a_cpu() -> None:
 
 
 def _arm(name: str) -> ArmModel:
-    variant = resolve_variant(load_variant(name), "cuda", gpu=torch.cuda.get_device_name())
+    variant = resolve_variant(load_variant(name), "cuda", measured=measured_on(torch.device("cuda", 0)))
     return load_arm(open_checkpoint(DATA / "exl3-mcg-5bpw"), variant, vocab_size=1024, device=torch.device("cuda"))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 16, 17])
-def test_replayed_steps_have_the_bits_and_the_launches_of_eager_ones(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*(("base", rows) for rows in (1, 2, 5, 8, 16, 17)), ("triton", 1), ("triton", 17), ("triton", 33)],
+)
+def test_replayed_steps_have_the_bits_and_the_launches_of_eager_ones(name: str, rows: int) -> None:
     """A second batch shows that nothing of the first is left in the captured step or its cache."""
-    arm = _arm("base")
+    arm = _arm(name)
     eager, replayed = (Lane(kind="decode", rows=rows, scored=12, graph=graph) for graph in (False, True))
     for start in (3, 400):
         ids_BT = (torch.arange(start, start + 24) * 7 + torch.arange(rows)[:, None] * 31) % 1024

@@ -193,7 +193,7 @@ def test_three_limits_stand_apart_on_a_gpu(engine, call, monkeypatch):
     """On a fake GPU of 8 GiB."""
 
     class Properties:
-        total_memory = 8 << 30
+        total_memory, major, minor = 8 << 30, 9, 0
 
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(served, "resolve_device", lambda name: gpu)
