@@ -278,9 +278,9 @@ def test_replay_has_the_eager_bits_and_the_first_call_in_a_capture_is_refused(pr
     held.copy_(other)
     graph.replay()
     assert torch.equal(captured, expected)
-    never = make_weight(128, 128, 7, "3inst", bias=torch.float32, device=GPU)
+    never, x = make_weight(128, 128, 7, "3inst", bias=torch.float32, device=GPU), make_rows(1, 128, device=GPU).float()
     with (
         pytest.raises(RuntimeError, match=r"first 7-bit 3inst triton-.* launch is inside a graph capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        product(make_rows(1, 128, device=GPU).float(), never, torch.float16)
+        product(x, never, torch.float16)
