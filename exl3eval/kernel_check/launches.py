@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -234,8 +235,10 @@ def poison_memory(device: torch.device) -> None:
     """Fill all memory that the caching allocator may serve the next calls from with NaN.
 
     Two large blocks are taken, then smaller ones until each size no longer fits into what is already reserved, so
-    that the gaps between live tensors are filled too; then all are given back.
+    that the gaps between live tensors are filled too; then all are given back. Tensors that only a caught exception
+    still holds are freed before: a collection in between would leave memory that nothing filled.
     """
+    gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     held = [_poisoned(1 << 28, device) for _ in range(2)]
