@@ -14,6 +14,7 @@ from exl3eval.records import read_receipt
 
 HERE = Path(__file__).parent
 SMALL = ("small", "moe")
+TRITON = ("triton-decode", "triton-reconstruct")
 ROWS_AND_BOUNDS = (
     # rows, small shapes, goal and least against the peer, goal against dense
     (1, 16, False, 0.60, 0.80, 0.80),
@@ -33,7 +34,9 @@ ROWS_AND_BOUNDS = (
 
 def main() -> None:
     """Print every table."""
-    print("\n".join(bench_table(read_receipt(HERE / "h200" / "bench.json"))))
+    bench = read_receipt(HERE / "h200" / "bench.json")
+    print("\n".join(bench_table(bench)) + "\n")
+    print("\n".join(triton_table(bench)))
     experts = read_receipt(HERE / "experts" / "receipt.json")
     for layer in ("K4 mcg", "K3-5 mixed"):
         print(f"\n{layer}\n" + "\n".join(experts_table(experts, layer)))
@@ -59,6 +62,30 @@ def bench_table(bench: Mapping[str, Any]) -> Iterator[str]:
             f" {goal:.2f} ({done:.2f}) | {sum(r > goal for r in peer)}, {sum(r > done for r in peer)} of {len(peer)} |"
             f" {_range(by_dense)} | {_range(dense)} | {dense_goal:.2f} | {sum(r > dense_goal for r in dense)} |"
         )
+
+
+def triton_table(bench: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the faster of the Triton routes takes, against upstream, the best other route and a dense product."""
+    yield "| Triton routes, rows, shapes | served by | to peer | to the best CUDA route | to dense |"
+    yield "|---|---|---|---|---|"
+    for rows in (1, 16, 32, 64, 256, 2048, 8192):
+        for small in (False, True):
+            found: dict[str, list[float]] = {"to_peer": [], "to_dense_fp16": [], "to_best": []}
+            served = set()
+            for cell in bench["cells"]:
+                if cell["rows"] != rows or (cell["geometry"]["name"] in SMALL) != small:
+                    continue
+                ours = {n: c for n, c in cell["contestants"].items() if n in TRITON}
+                name = min(ours, key=lambda n: ours[n]["median_us"])
+                best = cell["contestants"][best_route(cell["contestants"])]
+                served.add(name.removeprefix("triton-"))
+                found["to_best"].append(ours[name]["median_us"] / best["median_us"])
+                for key in ("to_peer", "to_dense_fp16"):
+                    found[key] += [ours[name][key]] if ours[name][key] else []
+            yield (
+                f"| {rows}, {'two small' if small else 'large'} | {', '.join(sorted(served))} |"
+                f" {_range(found['to_peer'])} | {_range(found['to_best'])} | {_range(found['to_dense_fp16'])} |"
+            )
 
 
 def experts_table(receipt: Mapping[str, Any], layer: str) -> Iterator[str]:

@@ -172,7 +172,7 @@ def test_every_step_of_the_tiling_divides_a_block(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------ their bits
-SMALL = replace(INTERPRETED, bits=(3, 5), shapes=((128, 128, 3, "3inst"),), typed_rows=(3,), repeats=1)
+SMALL = replace(INTERPRETED, bits=(5,), shapes=((128, 128, 3, "3inst"),), typed_rows=(3,), repeats=1)
 # `kernels check` has these too; the loop over experts is torch's, and tested with other routes.
 LONG = (
     "two processes",

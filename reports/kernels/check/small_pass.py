@@ -1,4 +1,4 @@
-"""One small pass over every CUDA route, for compute-sanitizer: the commands are in README.md."""
+"""One small pass over every CUDA and Triton route, for compute-sanitizer: the commands are in README.md."""
 
 import torch
 
