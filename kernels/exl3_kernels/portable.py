@@ -3,7 +3,7 @@
 Both compute y = RN(((RN16(RN16(x suh) H) W) H) svh + bias) with exact weights, sums and output transform in fp32.
 `triton_decode` decodes weights inside the product, for few rows; `triton_reconstruct` writes slices of the inner matrix
 into the workspace and multiplies with torch. How the decode's sums are cut depends on the weight's shape and the GPU
-alone, and every group of rows runs the same code: a row's bits do not depend on the rows beside it.
+alone, and programs of 16 and of 32 rows sum in the same order: a row's bits do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from exl3_kernels.workspace import LOCK, slice_width, workspace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """What one program does. Neither `rows` nor `warps` changes the order of a sum.
+    """What one program does.
 
     Parameters
     ----------
