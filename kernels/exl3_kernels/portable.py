@@ -55,19 +55,7 @@ INTERPRETED = Tiling(rows=64, down=8, across=8, warps=1, programs=2)
 def triton_decode(x_Mk: torch.Tensor, weight: Exl3Weight, out_dtype: torch.dtype) -> torch.Tensor:
     """Apply one linear to any number of rows, decoding the weights once for 16 of them, or for 32 if there are more.
 
-    Parameters
-    ----------
-    x_Mk : Tensor
-        float16, bfloat16 or float32 [M, k].
-    weight : Exl3Weight
-        On the same device; see `rejects_triton`.
-    out_dtype : dtype
-        float16, bfloat16 or float32: the fp32 result rounded once.
-
-    Returns
-    -------
-    Tensor
-        [M, n].
+    Parameters and result as in `decode.decode_gemm`, any M, on a device that `rejects_triton` takes.
 
     Raises
     ------

@@ -170,22 +170,7 @@ def linear_staged(
 def linear_rotated(x: torch.Tensor, w: Exl3Weight) -> torch.Tensor:
     """Return ((RN16(RN16(x suh) H) W) H) svh + bias in float32: what the GPU kernels compute, one product of the rows.
 
-    Parameters
-    ----------
-    x : Tensor
-        Floating point [..., k].
-    w : Exl3Weight
-        The linear; k and n multiples of 128.
-
-    Returns
-    -------
-    Tensor
-        float32 [..., n].
-
-    Raises
-    ------
-    ValueError
-        If x does not end in k features, or k or n is not a multiple of 128.
+    Parameters and errors as in `linear_reference`; the result is float32.
     """
     _require_input(x, w)
     rotated = hadamard_half((x.float() * w.suh.float()).half())
