@@ -175,6 +175,9 @@ def test_every_step_of_the_tiling_divides_a_block(monkeypatch):
 SMALL = replace(INTERPRETED, bits=(5,), shapes=((128, 128, 3, "3inst"),), typed_rows=(3,), repeats=1)
 # `kernels check` has these too; the loop over experts is torch's, and tested with other routes.
 LONG = (
+    "every state",
+    "launch contract",
+    "repeats",
     "two processes",
     "together and alone",
     "combined and separate",
