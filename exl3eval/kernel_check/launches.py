@@ -128,7 +128,7 @@ def another_process(subject: Subject, scope: Scope) -> Evidence | Skipped:
 def poisoned_scratch(subject: Subject, scope: Scope) -> Evidence | Skipped:
     """Property 23: memory that a call is handed holds NaN, which no result may depend on.
 
-    The call allocates from a pool of its own, filled before: between live tensors gaps would be left.
+    The call allocates from a pool of its own, filled before, in which nothing else lives.
     """
     if subject.device.type != "cuda":
         return Skipped(reason="torch's CPU allocator gives no control over what memory holds")

@@ -114,7 +114,7 @@ _register(
 )
 _register(
     "triton-decode",
-    "Any rows, 16 per decoding of the weights, in Triton: decode-gemm's arithmetic, fp32 sums in another order.",
+    "Any rows, 16 or 32 per decoding of the weights, in Triton: decode-gemm's arithmetic, fp32 sums in another order.",
     triton_decode,
     _rejects_without_triton,
     TRITON,
